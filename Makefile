@@ -1,0 +1,71 @@
+# make demo and make test do everything on a fresh machine; see `make help`.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+JOBS ?= 2
+# pip, not uv: only pip finds the CPU build of torch that some machines carry on disk.
+PIP := $(PY) -m pip --disable-pip-version-check install -q
+# The oldest and the newest Triton that the kernels support, for ahead-of-time compilation.
+TRITONS := 3.4.0 3.9.0
+
+.DEFAULT_GOAL := help
+.PHONY: help setup tritons sync build demo test test-gpu lint format publish-local bench tune clean
+
+help: ## list the commands
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+$(VENV)/.ready: requirements-dev.txt
+	@echo "installing the development set into $(VENV) (a few minutes the first time)"
+	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 13) else f"Python 3.10 to 3.13 is needed, PYTHON={sys.executable} is {v[0]}.{v[1]}")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -r requirements-dev.txt
+	touch $@
+
+$(VENV)/triton-%/.ready: $(VENV)/.ready
+	rm -rf $(@D)
+	$(PIP) --no-deps --target $(@D) triton==$*
+	touch $@
+
+setup: $(VENV)/.ready ## create .venv with the locked development set
+
+tritons: $(TRITONS:%=$(VENV)/triton-%/.ready)
+
+sync: setup ## copy shared/ into each kernel's _shared/
+	$(PY) scripts/sync_shared.py
+
+build: setup ## build every kernel into <kernel>/build
+	$(PY) scripts/build.py
+
+demo: setup ## build, publish to a loopback Hub, load with get_kernel, compare with fp64
+	$(PY) scripts/demo.py
+
+test: setup tritons build ## every test that needs no GPU
+	$(PY) -m pytest -n $(JOBS) -m "not gpu"
+	TRITON_INTERPRET=1 $(PY) -m pytest -n $(JOBS) -m "not gpu" $(wildcard */tests)
+
+test-gpu: ## the kernels' tests on the GPU at hand, with the Python at hand (PY=python3)
+	$(PY) scripts/build.py
+	$(PY) -m pytest $(wildcard */tests)
+
+lint: setup ## ruff, mypy, and the copies of shared/
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) scripts/sync_shared.py --check
+
+format: setup ## let ruff rewrite what it can
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+publish-local: setup ## serve a loopback Hub on port 8686 from .local-hub and publish to it
+	$(PY) scripts/publish_local.py
+
+bench: ## time the kernels beside their peers on the GPU at hand (PY=python3)
+	$(PY) scripts/bench.py
+
+tune: ## search the launch configurations of this GPU (PY=python3)
+	$(PY) scripts/tune.py
+
+clean: ## remove what was built and downloaded, .venv included
+	rm -rf $(VENV) .local-hub .pytest_cache .mypy_cache .ruff_cache .hypothesis $(wildcard */build)
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

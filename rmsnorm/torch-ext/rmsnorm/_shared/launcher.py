@@ -1,0 +1,57 @@
+# Copied from shared/launcher.py by scripts/sync_shared.py: edit it there.
+"""Launches Triton kernels, from the second time on without Triton's handling of arguments.
+
+`kernel[grid](...)` looks at every argument of every call to find the specialisation that it has
+already compiled, which costs more host time than the launch. A caller that knows what the
+specialisation depends on passes that as a key, and the compiled kernel is called directly.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+_compiled: dict[Hashable, Any] = {}
+
+
+def launch(
+    key: Hashable,
+    kernel: Any,
+    programs: int,
+    tensors: tuple[torch.Tensor | None, ...],
+    scalars: tuple[int | float, ...],
+    constants: dict[str, Any],
+    num_warps: int,
+) -> None:
+    """Launch a kernel on the current device, on a grid of one axis.
+
+    Args:
+        key: Equal for two calls only if Triton would compile the same for both, alignment
+            aside: it has to tell the kernel, the device, which tensors are None, their dtypes,
+            the values of specialised integers, the constants and the warps.
+        kernel: A `@triton.jit` function whose parameters are tensors, scalars and constants.
+        programs: Programs of the grid.
+        tensors: The kernel's pointers, in order.
+        scalars: The kernel's numbers, in order.
+        constants: The kernel's compile-time constants, in order.
+        num_warps: Warps of a program.
+    """
+    pointers = []
+    bits = 0
+    for tensor in tensors:
+        if tensor is None:
+            pointers.append(None)
+        else:
+            pointer = tensor.data_ptr()
+            bits |= pointer
+            pointers.append(pointer)
+    compiled = None if bits % 16 else _compiled.get(key)
+    if compiled is not None:
+        # Addresses instead of tensors: the launcher then asks the driver nothing about them.
+        compiled[programs, 1, 1](*pointers, *scalars, *constants.values())
+        return
+    compiled = kernel[programs, 1, 1](*tensors, *scalars, **constants, num_warps=num_warps)
+    # Data at odd addresses specialise by tensor, and are left to Triton. The interpreter
+    # compiles nothing.
+    if bits % 16 == 0 and compiled is not None:
+        _compiled[key] = compiled

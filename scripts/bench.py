@@ -1,0 +1,137 @@
+"""Time the kernels beside their peers on the GPU at hand, into docs/results.json.
+
+The workloads come from each kernel's `benchmarks/benchmark.py`. Rivals are timed in turns, in
+CUDA graphs over rotating copies of the operands (cold L2). Rows that were timed before on the
+same device are replaced, all others are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from monorepo.built import load_built, load_file
+from monorepo.manifest import Kernel, Manifest
+from monorepo.timing import copies_for, host_cost, side_stream, time_calls, time_interleaved
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "results.json"
+
+
+def machine() -> dict[str, str]:
+    """Return what a figure depends on besides the code."""
+    import triton
+
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    commit = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+
+    def output(command: list[str]) -> str:
+        try:
+            return subprocess.run(
+                command, capture_output=True, text=True, check=True
+            ).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return "unknown"
+
+    return {
+        "device": torch.cuda.get_device_name(),
+        "driver": output(query).splitlines()[0],
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "commit": output(commit),
+    }
+
+
+def stream_rate() -> float:
+    """Return TB/s of an element-wise sum of two tensors into a third, 2 GB in all."""
+    a, b = (torch.randn(2**28, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    timing = time_calls([lambda: torch.add(a, b, out=out)] * 4)
+    return 3 * a.numel() * a.element_size() / timing.median_us / 1e6
+
+
+def measure(kernel: Kernel) -> list[dict[str, Any]]:
+    """Return one row for each workload and rival of a kernel."""
+    module = load_built(kernel)
+    benchmark = load_file(kernel.path / "benchmarks" / "benchmark.py")
+    rows = []
+    for workload in tqdm(list(benchmark.workloads(module)), disable=not sys.stderr.isatty()):
+        calls = workload.prepare(copies_for(workload.bytes))
+        timings = time_interleaved(calls)
+        for rival, timing in timings.items():
+            rows.append(
+                {
+                    "kernel": kernel.name,
+                    "operation": workload.operation,
+                    "shape": list(workload.shape),
+                    "dtype": str(workload.dtype).removeprefix("torch."),
+                    "rival": rival,
+                    **dataclasses.asdict(timing),
+                    "bytes": workload.bytes,
+                    "flop": workload.flop,
+                }
+            )
+        shown = "  ".join(f"{name} {timing.median_us:.2f}" for name, timing in timings.items())
+        rate = workload.bytes / timings["ours"].median_us / 1e6
+        print(
+            f"{workload.operation:12} {'x'.join(map(str, workload.shape)):>11} "
+            f"{rows[-1]['dtype']:8}  {shown}  ({rate:.2f} TB/s)",
+            flush=True,
+        )
+        del calls
+        torch.cuda.empty_cache()
+    return rows
+
+
+def measure_host(kernel: Kernel) -> list[dict[str, Any]]:
+    """Return one row for the host cost of each rival's call, in microseconds."""
+    benchmark = load_file(kernel.path / "benchmarks" / "benchmark.py")
+    rows = []
+    for rival, call in benchmark.host_calls(load_built(kernel)).items():
+        cost = host_cost(call)
+        rows.append({"kernel": kernel.name, "operation": "host", "rival": rival, "median_us": cost})
+        print(f"host cost of {rival}: {cost:.2f} us", flush=True)
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Time the named kernels, or all, and merge the rows into the results file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kernels", nargs="*", metavar="KERNEL", help="default: all")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="default: %(default)s")
+    arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("error: benchmarks need a GPU; none is visible here", file=sys.stderr)
+        return 1
+    facts = machine()
+    rows = []
+    with side_stream():
+        stream = stream_rate()
+        print(f"{facts['device']}, stream of two reads and a write: {stream:.2f} TB/s")
+        for kernel in Manifest.load(ROOT).select(arguments.kernels):
+            for row in measure_host(kernel) + measure(kernel):
+                rows.append(row | {"stream_tbps": stream} | facts)
+    keep = []
+    names = {row["kernel"] for row in rows}
+    if arguments.output.exists():
+        for row in json.loads(arguments.output.read_text()):
+            if row["kernel"] not in names or row["device"] != facts["device"]:
+                keep.append(row)
+    arguments.output.parent.mkdir(exist_ok=True)
+    arguments.output.write_text(json.dumps(keep + rows, indent=0) + "\n")
+    print(f"wrote {len(rows)} rows to {arguments.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

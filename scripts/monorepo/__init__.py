@@ -1,0 +1,1 @@
+"""Building, checking and publishing the kernels of this repository."""
