@@ -9,7 +9,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install -q
 TRITONS := 3.4.0 3.9.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tritons sync build demo test test-gpu lint format publish-local bench tune clean
+.PHONY: help setup tritons sync build demo test test-gpu lint format publish-local bench tables tune clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -46,22 +46,29 @@ test: setup tritons build ## every test that needs no GPU
 test-gpu: ## the kernels' tests on the GPU at hand, with the Python at hand (PY=python3)
 	$(PY) scripts/build.py
 	$(PY) -m pytest $(wildcard */tests)
+	@if command -v compute-sanitizer >/dev/null; then \
+	  compute-sanitizer --tool memcheck --error-exitcode 1 $(PY) -m pytest -q -m kernels_ci $(wildcard */tests); \
+	else echo "compute-sanitizer is not here: its check was not made"; fi
 
 lint: setup ## ruff, mypy, and the copies of shared/
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) scripts/sync_shared.py --check
+	$(PY) scripts/tables.py --check
 
 format: setup ## let ruff rewrite what it can
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-publish-local: setup ## serve a loopback Hub on port 8686 from .local-hub and publish to it
-	$(PY) scripts/publish_local.py
+publish-local: setup ## publish to the Hub in .local-hub; `scripts/hub.py serve` serves it
+	$(PY) scripts/hub.py run -- $(PY) scripts/publish.py --allow-dirty
 
 bench: ## time the kernels beside their peers on the GPU at hand (PY=python3)
 	$(PY) scripts/bench.py
+
+tables: setup ## draw the measured tables of the documents from docs/results.json
+	$(PY) scripts/tables.py
 
 tune: ## search the launch configurations of this GPU (PY=python3)
 	$(PY) scripts/tune.py

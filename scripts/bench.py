@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +34,16 @@ def machine() -> dict[str, str]:
     import triton
 
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    commit = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-
-    def output(command: list[str]) -> str:
-        try:
-            return subprocess.run(
-                command, capture_output=True, text=True, check=True
-            ).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            return "unknown"
-
+    try:
+        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        driver = "unknown"
     return {
         "device": torch.cuda.get_device_name(),
-        "driver": output(query).splitlines()[0],
+        "driver": driver.strip().splitlines()[0],
         "torch": torch.__version__,
         "triton": triton.__version__,
         "python": platform.python_version(),
-        "commit": output(commit),
     }
 
 
@@ -60,13 +55,25 @@ def stream_rate() -> float:
     return 3 * a.numel() * a.element_size() / timing.median_us / 1e6
 
 
+def stream_calls(size: int, copies: int) -> list[Callable[[], object]]:
+    """Return calls that move `size` bytes each and compute nothing: what memory allows."""
+    count = size // 3 // torch.bfloat16.itemsize
+    calls: list[Callable[[], object]] = []
+    for _ in range(copies):
+        a, b, out = (torch.randn(count, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        calls.append(functools.partial(torch.add, a, b, out=out))
+    return calls
+
+
 def measure(kernel: Kernel) -> list[dict[str, Any]]:
     """Return one row for each workload and rival of a kernel."""
     module = load_built(kernel)
     benchmark = load_file(kernel.path / "benchmarks" / "benchmark.py")
     rows = []
     for workload in tqdm(list(benchmark.workloads(module)), disable=not sys.stderr.isatty()):
-        calls = workload.prepare(copies_for(workload.bytes))
+        copies = copies_for(workload.bytes)
+        calls = workload.prepare(copies)
+        calls["stream"] = stream_calls(workload.bytes, copies)
         timings = time_interleaved(calls)
         for rival, timing in timings.items():
             rows.append(
@@ -119,8 +126,10 @@ def main(argv: list[str] | None = None) -> int:
         stream = stream_rate()
         print(f"{facts['device']}, stream of two reads and a write: {stream:.2f} TB/s")
         for kernel in Manifest.load(ROOT).select(arguments.kernels):
+            # The id says which sources were measured, in a checkout or not.
+            build = load_built(kernel).__name__
             for row in measure_host(kernel) + measure(kernel):
-                rows.append(row | {"stream_tbps": stream} | facts)
+                rows.append(row | {"build": build, "stream_tbps": stream} | facts)
     keep = []
     names = {row["kernel"] for row in rows}
     if arguments.output.exists():

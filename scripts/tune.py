@@ -38,6 +38,8 @@ def compile_share(searches: list[Any], share: int, shares: int) -> None:
         run, _ = search.prepare(1)
         for candidate in mine:
             run(0, candidate)
+        del run
+        torch.cuda.empty_cache()  # the other workers share the GPU
     torch.cuda.synchronize()
 
 
@@ -45,18 +47,19 @@ def tune(search: Any) -> tuple[Any, float, list[tuple[float, Any]]]:
     """Return the fastest right candidate, its microseconds, and all as (microseconds, config)."""
     copies = copies_for(search.bytes_per_call)
     run, wanted = search.prepare(copies)
+    exact_outputs = wanted()
     found = []
     for candidate in search.candidates:
         for output in run(0, candidate):
             output.fill_(float("nan"))
         outputs = run(0, candidate)
-        for actual, exact in zip(outputs, wanted, strict=True):
+        for actual, exact in zip(outputs, exact_outputs, strict=True):
             error = tensor_error(actual, exact)
             if not error.largest <= FLOOR_ULP:
                 raise ValueError(f"{search.operation} {candidate} is off by {error.largest} ulp")
         calls = [functools.partial(run, i, candidate) for i in range(copies)]
         with side_stream():
-            found.append((time_calls(calls, replays=7).median_us, candidate))
+            found.append((time_calls(calls, replays=5).median_us, candidate))
     found.sort(key=lambda pair: pair[0])
     return found[0][1], found[0][0], found
 

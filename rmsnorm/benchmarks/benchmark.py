@@ -189,7 +189,7 @@ def host_calls(kernel) -> dict[str, Callable[[], object]]:
     y = torch.empty_like(x)
     config = kernel.config.forward_config(1, n, x.dtype, False, x.device)
     bare = kernel.launch._kernels.rmsnorm_forward_kernel
-    flags = dict(NUM_STAGES=config.num_stages, FLAT=True, BEFORE_WEIGHT=False)
+    flags = dict(PASSES=config.passes, UNROLL=config.unroll, FLAT=True, BEFORE_WEIGHT=False)
     flags |= dict(TOTAL=kernel.launch.TRITON_DTYPES[x.dtype], num_warps=config.num_warps)
 
     def raw() -> None:

@@ -11,19 +11,21 @@ SHAPES = (
     *((rows, 128) for rows in (16, 1024, 65536)),
     *((rows, 2048) for rows in (1, 16, 256, 2048, 16384)),
     *((rows, 4096) for rows in (1, 16, 256, 2048, 8192)),
-    *((rows, 5120) for rows in (1, 16, 2048, 8192)),
-    *((rows, 7168) for rows in (1, 16, 2048, 8192)),
-    *((rows, 8192) for rows in (1, 16, 2048, 16384)),
-    *((rows, 16384) for rows in (1, 16, 4096)),
+    *((rows, 5120) for rows in (1, 16, 256, 2048, 8192)),
+    *((rows, 7168) for rows in (1, 16, 256, 2048, 8192)),
+    *((rows, 8192) for rows in (1, 16, 256, 2048, 16384)),
+    *((rows, 16384) for rows in (1, 16, 256, 4096)),
 )
-DTYPES = (torch.bfloat16, torch.float16)
+#: float16 takes the same entries: they are kept by width, and bytes are what counts.
+DTYPE = torch.bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
 class Search:
     """One problem: how to run a configuration on the copy of index i, into poisoned outputs.
 
-    `run(i, config)` returns the outputs; `reference(i)` what they have to agree with.
+    `prepare(copies)` returns `run` and `wanted`: `run(i, config)` returns the outputs on copy i,
+    `wanted()` what those on copy 0 have to agree with.
     """
 
     operation: str
@@ -32,42 +34,49 @@ class Search:
     rows: int
     bytes_per_call: int
     candidates: tuple[object, ...]
-    prepare: Callable[[int], tuple[Callable[[int, object], list[torch.Tensor]], object]]
+    prepare: Callable[
+        [int],
+        tuple[Callable[[int, object], list[torch.Tensor]], Callable[[], list[torch.Tensor]]],
+    ]
 
 
 def _forward_tiles(kernel, rows: int, n: int) -> Iterator[object]:
     config = kernel.config
     cover = 1 << (n - 1).bit_length()
-    for block_m, warps in itertools.product((1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16, 32)):
+    for block_m, warps in itertools.product((1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 32)):
         per_thread = block_m * cover / (32 * warps)
-        if block_m <= rows and block_m * cover <= max(8192, cover) and 4 <= per_thread <= 32:
-            yield config.ForwardConfig(block_m, cover, warps)
-            if rows >= 1024:
-                for stages, programs in itertools.product((1, 2, 3), (1, 2, 4, 8)):
-                    if 8 <= programs * warps <= 64:
-                        yield config.ForwardConfig(block_m, cover, warps, stages, programs)
-    for block_n, warps, stages in itertools.product((1024, 2048, 4096, 8192), (4, 8, 16), (1, 2, 3)):
-        if block_n < n and 8 <= block_n / (32 * warps) <= 32 and rows >= 1024:
-            yield config.ForwardConfig(1, block_n, warps, stages)
+        if block_m <= rows and block_m * cover <= max(8192, cover) and 4 <= per_thread <= 64:
+            yield config.ForwardConfig(block_m, cover, warps, 1, 1)
+    pieces = {piece for piece in (1024, 2048, 4096) if piece < n} | {cover}
+    for block_n, warps, unroll in itertools.product(sorted(pieces), (2, 4, 8, 16), (1, 2, 4)):
+        if n >= 2048 and rows >= 256 and 8 <= block_n / (32 * warps) <= 32:
+            if unroll == 1 or block_n * unroll < 2 * n:
+                yield config.ForwardConfig(1, block_n, warps, 2, unroll)
 
 
 def _backward_tiles(kernel, rows: int, n: int) -> Iterator[object]:
     config = kernel.config
     cover = 1 << (n - 1).bit_length()
     for block_m, warps, stages, programs in itertools.product(
-        (1, 2, 4, 8, 16, 32, 64), (2, 4, 8, 16, 32), (1, 2, 3), (1, 2, 4, 8)
+        (1, 2, 4, 8, 16, 32, 64), (4, 8, 16), (1, 2, 3, 4), (1, 2, 4)
     ):
         per_thread = block_m * cover / (32 * warps)
         if (
-            block_m <= rows
-            and block_m * cover <= max(8192, cover)
-            and 4 <= per_thread <= 32
+            16 < rows
+            and cover <= config.WIDEST_TILE
+            and block_m <= rows
+            and block_m * cover <= config.WIDEST_TILE
+            and 8 <= per_thread <= 32
             and 8 <= programs * warps <= 32
+            and programs * stages * block_m * cover * 4 <= 3 * 2**16
         ):
             yield config.BackwardConfig(block_m, cover, warps, stages, programs)
-    if n >= 8192:
-        for block_n, warps, stages in itertools.product((2048, 4096), (8, 16), (1, 2)):
-            yield config.BackwardConfig(1, block_n, warps, stages, 2)
+    if rows <= 256 or n > config.WIDEST_TILE:
+        for block_m, block_n, warps in itertools.product(
+            (8, 16, 32), (1024, 2048, 4096, 8192), (4, 8, 16)
+        ):
+            if block_n <= max(1024, cover) and 4 <= block_n / (32 * warps) <= 32:
+                yield config.BackwardConfig(block_m, block_n, warps, 1, 0)
 
 
 def _poisoned(shape, dtype) -> torch.Tensor:
@@ -82,22 +91,22 @@ def _prepare_forward(kernel, rows, n, dtype, fused_add):
         y = [_poisoned((rows, n), dtype) for _ in range(copies)]
         total = [_poisoned((rows, n), dtype) for _ in range(copies)] if fused_add else None
 
-        processors = kernel.ops.multiprocessor_count(x[0].device)
-
         def run(i: int, config) -> list[torch.Tensor]:
             period, (x_rows, r_rows) = kernel.ops.as_rows(x[i], residual[i] if fused_add else None)
             kernel.launch.forward(
                 x_rows, r_rows, period, weight, None, 1e-6, 0.0, False, y[i],
-                total[i] if fused_add else None, None, dtype, rows,
-                kernel.config.forward_programs(config, rows, n, processors), config,
+                total[i] if fused_add else None, None, dtype, rows, config,
             )  # fmt: skip
             return [y[i], total[i]] if fused_add else [y[i]]
 
-        wanted, total_wanted, _ = kernel.reference.forward(
-            x[0], residual[0] if fused_add else None, weight, None, 1e-6, 0.0, False, dtype,
-            dtype if fused_add else None,
-        )  # fmt: skip
-        return run, [wanted, total_wanted] if fused_add else [wanted]
+        def wanted() -> list[torch.Tensor]:
+            norm, sum_, _ = kernel.reference.forward(
+                x[0], residual[0] if fused_add else None, weight, None, 1e-6, 0.0, False, dtype,
+                dtype if fused_add else None,
+            )  # fmt: skip
+            return [norm, sum_] if fused_add else [norm]
+
+        return run, wanted
 
     return prepare
 
@@ -115,46 +124,48 @@ def _prepare_backward(kernel, rows, n, dtype):
 
         def run(i: int, config) -> list[torch.Tensor]:
             period, (dy_rows, x_rows) = kernel.ops.as_rows(dy[i], x[i])
-            programs = kernel.config.backward_programs(config, rows, n, processors)
-            if config.block_n >= n:
-                kernel.launch.backward(
-                    dy_rows, None, x_rows, period, weight, rstd, 0.0, False, dx[i],
-                    sums[:programs], None, rows, programs, config,
-                )  # fmt: skip
+            if config.programs:
+                function = kernel.launch.backward
+                split = count = kernel.config.backward_programs(config, rows, processors)
             else:
-                kernel.launch.backward_wide(
-                    dy_rows, None, x_rows, period, weight, rstd, 0.0, dx[i], rows, config
-                )
-                kernel.launch.backward_weight(
-                    dy_rows, x_rows, period, rstd, False, sums[:programs], None, rows, programs,
-                    kernel.config.WIDE_WEIGHT_TILE,
-                )  # fmt: skip
-            kernel.launch.sum_partials(sums[:programs], dweight, kernel.config.SUM_TILE)
+                function = kernel.launch.backward_blocked
+                split = kernel.config.backward_block(rows, n, dtype.itemsize)
+                count = -(-rows // split)
+            out = dweight if count == 1 else sums[:count]
+            function(
+                dy_rows, None, x_rows, period, weight, rstd, 0.0, False, dx[i], out, None, rows,
+                split, config,
+            )  # fmt: skip
+            if count > 1:
+                kernel.launch.sum_partials(out, dweight, kernel.config.SUM_TILE)
             return [dx[i], dweight]
 
-        wanted, dweight_wanted, _ = kernel.reference.backward(
-            dy[0], None, x[0], weight, rstd, 0.0, False, dtype
-        )
-        return run, [wanted, dweight_wanted.to(dtype)]
+        def wanted() -> list[torch.Tensor]:
+            gradient, sum_, _ = kernel.reference.backward(
+                dy[0], None, x[0], weight, rstd, 0.0, False, dtype
+            )
+            return [gradient, sum_.to(dtype)]
+
+        return run, wanted
 
     return prepare
 
 
 def searches(kernel) -> Iterator[Search]:
-    """Yield every problem, largest candidates set first within a shape."""
-    for dtype, (rows, n) in itertools.product(DTYPES, SHAPES):
-        name = str(dtype).removeprefix("torch.")
-        tensor = rows * n * dtype.itemsize
+    """Yield every problem, shape by shape."""
+    width = f"{DTYPE.itemsize * 8}bit"
+    for rows, n in SHAPES:
+        tensor = rows * n * DTYPE.itemsize
         forward = tuple(_forward_tiles(kernel, rows, n))
         yield Search(
-            "forward", name, n, rows, 2 * tensor, forward,
-            _prepare_forward(kernel, rows, n, dtype, False),
+            "forward", width, n, rows, 2 * tensor, forward,
+            _prepare_forward(kernel, rows, n, DTYPE, False),
         )  # fmt: skip
         yield Search(
-            "add_forward", name, n, rows, 4 * tensor, forward,
-            _prepare_forward(kernel, rows, n, dtype, True),
+            "add_forward", width, n, rows, 4 * tensor, forward,
+            _prepare_forward(kernel, rows, n, DTYPE, True),
         )  # fmt: skip
         yield Search(
-            "backward", name, n, rows, 3 * tensor, tuple(_backward_tiles(kernel, rows, n)),
-            _prepare_backward(kernel, rows, n, dtype),
+            "backward", width, n, rows, 3 * tensor, tuple(_backward_tiles(kernel, rows, n)),
+            _prepare_backward(kernel, rows, n, DTYPE),
         )  # fmt: skip

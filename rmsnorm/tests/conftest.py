@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import collections
+import inspect
 from types import ModuleType
 
 import pytest
 
 from .oracle import part
 
-LAUNCHES = ("forward", "backward", "backward_wide", "backward_weight", "sum_partials")
+
+def launch_functions(kernel: ModuleType) -> list[str]:
+    """Return the names of the functions that launch a Triton kernel."""
+    launch = part(kernel, "launch")
+    functions = inspect.getmembers(launch, inspect.isfunction)
+    return [name for name, function in functions if function.__module__ == launch.__name__]
 
 
 @pytest.fixture
@@ -27,6 +33,6 @@ def launches(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> collections
 
         return call
 
-    for name in LAUNCHES:
+    for name in launch_functions(kernel):
         monkeypatch.setattr(launch, name, counted(name))
     return counts

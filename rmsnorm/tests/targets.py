@@ -21,16 +21,17 @@ MULTIPROCESSORS = 132
 TUNED_ON = 227 * 1024
 
 
-def launches(
-    kernel: ModuleType, shared_memory: int
-) -> Iterator[tuple[str, Callable[[], None]]]:
+def launches(kernel: ModuleType, shared_memory: int) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield the name of each launch on a GPU with that much shared memory, and its call."""
     call = Calls(kernel)
     seen = set()
-    for operation, dtype, rows, n, tile in (*_heuristic(call, shared_memory), *_tuned(call, shared_memory)):
+    for operation, dtype, rows, n, tile in (
+        *_heuristic(call, shared_memory),
+        *_tuned(call, shared_memory),
+    ):
         # The same tile compiles to the same code for all widths that are, or are not, one tile
         # and divide by 16.
-        key = (operation, dtype, tile, n <= tile.block_n, n % 16 == 0)
+        key = (operation, dtype, tile, n % 16 == 0, n == 1)
         if key not in seen:
             seen.add(key)
             name = f"{operation} {rows}x{n} {str(dtype).removeprefix('torch.')} {tile}"
@@ -50,9 +51,7 @@ def _heuristic(
                 yield "backward", dtype, rows, n, backward
 
 
-def _tuned(
-    call: "Calls", shared_memory: int
-) -> Iterator[tuple[str, torch.dtype, int, int, Any]]:
+def _tuned(call: "Calls", shared_memory: int) -> Iterator[tuple[str, torch.dtype, int, int, Any]]:
     if shared_memory < TUNED_ON:
         return  # no device of this target takes these tables
     for path in sorted(call.config.CONFIGS.glob("*.json")):
@@ -83,10 +82,8 @@ class Calls:
             yield name, lambda: self.forward(dtype, rows, n, tile, residual=False, total=False)
         elif operation == "add_forward":
             yield name, lambda: self.forward(dtype, rows, n, tile)
-        elif tile.block_n >= n:
-            yield name, lambda: self.backward(dtype, rows, n, tile)
         else:
-            yield name, lambda: self.backward_wide(dtype, rows, n, tile)
+            yield name, lambda: self.backward(dtype, rows, n, tile)
 
     def options(self, shared_memory: int) -> Iterator[tuple[str, Callable[[], None]]]:
         """Yield what no configuration decides: optional tensors, layouts, rounding, sums."""
@@ -116,7 +113,16 @@ class Calls:
                     self.config.SUM_TILE,
                 ),
             )
-            yield f"weight {text}", lambda dtype=dtype: self.backward_weight(dtype, rows, 32768)
+            yield (
+                f"backward {text}, plain",
+                lambda dtype=dtype: self.backward(
+                    dtype,
+                    rows,
+                    n,
+                    self.config.backward_heuristic(rows, n, dtype.itemsize, shared_memory),
+                    plain=True,
+                ),
+            )
         # More rows than a 16-bit grid dimension holds, more elements than 31 bits.
         yield (
             "forward of 2^24 rows",
@@ -125,8 +131,13 @@ class Calls:
             ),
         )
         yield (
-            "weight of a million columns",
-            lambda: self.backward_weight(torch.bfloat16, 4096, 2**20),
+            "backward of a million columns",
+            lambda: self.backward(
+                torch.bfloat16,
+                4096,
+                2**20,
+                self.config.backward_heuristic(4096, 2**20, 2, shared_memory),
+            ),
         )
 
     def forward(
@@ -160,56 +171,37 @@ class Calls:
             rstd=_empty(torch.float32, rows) if rstd else None,
             total_dtype=dtype,
             rows=rows,
-            programs=self.config.forward_programs(tile, rows, n, MULTIPROCESSORS),
             config=tile,
         )
 
-    def backward(self, dtype: torch.dtype, rows: int, n: int, tile: Any) -> None:
-        programs = self.config.backward_programs(tile, rows, n, MULTIPROCESSORS)
-        self.launch.backward(
-            **self.gradient_of_rows(dtype, rows, n),
-            before_weight=True,
-            dweight=_empty(torch.float32, programs, n),
-            dbias=_empty(torch.float32, programs, n),
-            programs=programs,
-            config=tile,
-        )
-
-    def backward_wide(self, dtype: torch.dtype, rows: int, n: int, tile: Any) -> None:
-        self.launch.backward_wide(**self.gradient_of_rows(dtype, rows, n), config=tile)
-
-    def gradient_of_rows(self, dtype: torch.dtype, rows: int, n: int) -> dict[str, Any]:
-        """Return the arguments that both backward kernels take."""
+    def backward(
+        self, dtype: torch.dtype, rows: int, n: int, tile: Any, *, plain: bool = False
+    ) -> None:
         x = _empty(dtype, rows, n)
-        period, (dy, dtotal, h) = self.as_rows(x, x, x)
-        return {
-            "dy": dy,
-            "dtotal": dtotal,
-            "h": h,
-            "period": period,
-            "weight": _empty(dtype, n),
-            "rstd": _empty(torch.float32, rows),
-            "offset": 0.5,
-            "dx": x,
-            "rows": rows,
-        }
-
-    def backward_weight(self, dtype: torch.dtype, rows: int, n: int) -> None:
-        x = _empty(dtype, rows, n)
-        period, (dy, h) = self.as_rows(x, x)
-        tile = self.config.backward_heuristic(rows, n, dtype.itemsize, 65536)
-        programs = self.config.backward_programs(tile, rows, n, MULTIPROCESSORS)
-        self.launch.backward_weight(
-            dy=dy,
-            h=h,
-            period=period,
-            rstd=_empty(torch.float32, rows),
-            before_weight=True,
-            dweight=_empty(torch.float32, programs, n),
-            dbias=_empty(torch.float32, programs, n),
-            rows=rows,
-            programs=programs,
-            config=self.config.WIDE_WEIGHT_TILE,
+        period, (dy, dtotal, h) = self.as_rows(x, None if plain else x, x)
+        if tile.programs:
+            launch = self.launch.backward
+            split = sums = self.config.backward_programs(tile, rows, MULTIPROCESSORS)
+        else:
+            launch = self.launch.backward_blocked
+            split = self.config.backward_block(rows, n, dtype.itemsize)
+            sums = -(-rows // split)
+        sum_dtype = dtype if sums == 1 else torch.float32
+        launch(
+            dy,
+            dtotal,
+            h,
+            period,
+            _empty(dtype, n),
+            _empty(torch.float32, rows),
+            0.5,
+            not plain,
+            x,
+            _empty(sum_dtype, sums, n),
+            None if plain else _empty(sum_dtype, sums, n),
+            rows,
+            split,
+            tile,
         )
 
 

@@ -17,23 +17,49 @@ from .oracle import DTYPES, Problem, part, problem
 from .test_forward import OPTIONS
 
 Launches = collections.Counter[str]
+# NumPy, which computes in the interpreter, warns of divisions that IEEE arithmetic defines.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
-@pytest.fixture(params=("one tile", "wide"))
+@pytest.fixture(params=("chosen", "whole rows", "blocks"))
 def tiles(
     request: pytest.FixtureRequest,
     kernel: ModuleType,
     uses_triton: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> str:
-    """Run a test as it is, then on the kernels for rows wider than a tile, at any width."""
-    if request.param == "wide":
+    """Run a test with the chosen tile, then on each of the two kernels with a small one."""
+    if request.param != "chosen":
         if not uses_triton:
             pytest.skip("the reference has no tiles")
-        config = part(kernel, "config")
-        tile = config.BackwardConfig(2, 32, num_warps=1, num_stages=1, programs=2)
-        monkeypatch.setattr(config, "backward_config", lambda *_: tile)
+        use_backward_tile(kernel, monkeypatch, request.param)
     return request.param
+
+
+def use_backward_tile(
+    kernel: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, block_m: int = 2
+) -> None:
+    """Take one of the backward kernels for any problem: on tiles of whole rows, or on blocks."""
+    config = part(kernel, "config")
+
+    def tile(rows: int, n: int, *_: object) -> object:
+        whole = name == "whole rows"
+        block_n = 1 << (n - 1).bit_length() if whole else 32
+        programs = 2 if whole else 0
+        return config.BackwardConfig(block_m, block_n, num_warps=1, num_stages=1, programs=programs)
+
+    monkeypatch.setattr(config, "backward_config", tile)
+    monkeypatch.setattr(config, "backward_block", lambda *_: 2 * block_m + 1)
+
+
+def check_launches(launches: Launches, uses_triton: bool) -> None:
+    """Raise unless one forward and one backward kernel ran, and nothing but sums beside them."""
+    if not uses_triton:
+        assert launches == {}
+        return
+    assert launches["forward"] == 1
+    assert sum(count for name, count in launches.items() if name.startswith("backward")) == 1
+    assert launches["sum_partials"] + 2 >= launches.total()
 
 
 def check_gradients(
@@ -75,8 +101,7 @@ def test_dtype_pairs(
         weight_dtype = torch.float16  # the interpreter cuts bits off a bfloat16 gradient (B110)
     given = problem((9, 96), dtype, device, weight=weight_dtype, rounding=rounding)
     check_gradients(kernel, given, random_like(given.x))
-    wanted = {"forward": 1, "backward": 1, "sum_partials": 1}
-    assert launches == (wanted if uses_triton else {})
+    check_launches(launches, uses_triton)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -86,6 +111,22 @@ def test_options(
 ) -> None:
     given = problem((5, 2, 100), dtype, device, **OPTIONS[option])
     check_gradients(kernel, given, random_like(given.x))
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+def test_gradient_of_weight_sees_the_rounding(
+    kernel: ModuleType, device: str, tiles: str, dtype: torch.dtype
+) -> None:
+    """With `before_weight` the weight meets the rounded norm, forward and backward."""
+    x = torch.randn(1, 96).to(device, dtype)
+    gradients = []
+    for rounding in ("before_weight", "once"):
+        weight = torch.ones(96, device=device, requires_grad=True)
+        kernel.rmsnorm(x, weight, rounding=rounding).sum().backward()
+        gradients.append(weight.grad)
+    before, once = gradients
+    assert torch.equal(before, kernel.rmsnorm(x, rounding="before_weight")[0].float())
+    assert not torch.equal(once, once.to(dtype).float())
 
 
 @pytest.mark.parametrize("through", ("norm", "sum", "both"))
@@ -153,10 +194,9 @@ def test_widths(kernel: ModuleType, device: str, n: int, dtype: torch.dtype) -> 
 def test_wider_than_any_tile(
     kernel: ModuleType, device: str, uses_triton: bool, launches: Launches
 ) -> None:
-    given = problem((2, 20001), torch.float16, device, residual=torch.float16)
+    given = problem((2, 16401), torch.float16, device, residual=torch.float16)
     check_gradients(kernel, given, random_like(given.x), random_like(given.x))
-    wanted = {"forward": 1, "backward_wide": 1, "backward_weight": 1, "sum_partials": 1}
-    assert launches == (wanted if uses_triton else {})
+    check_launches(launches, uses_triton)
 
 
 @pytest.mark.gpu
@@ -174,7 +214,7 @@ def test_sizes_of_models(
     check_gradients(kernel, given, random_like(given.x), random_like(given.x))
 
 
-@pytest.mark.parametrize("rows", (1, 33, 200))
+@pytest.mark.parametrize("rows", (1, 33, 100))
 def test_row_counts(kernel: ModuleType, device: str, tiles: str, rows: int) -> None:
     """More rows than programs: each sums the weight's gradient over several tiles of rows."""
     given = problem((rows, 64), torch.float16, device, bias=torch.float16)
@@ -264,7 +304,7 @@ def test_saved_tensors(kernel: ModuleType, device: str) -> None:
     assert found == [((5,), "torch.float32"), ((5, 64), "torch.float16"), ((64,), "torch.float16")]
 
 
-@pytest.mark.parametrize("n", (64, 20000))
+@pytest.mark.parametrize("n", (64, 16400))
 def test_rstd_is_float32(kernel: ModuleType, device: str, n: int) -> None:
     x = torch.randn(5, n).to(device, torch.float16)
     ops = part(kernel, "ops")

@@ -15,7 +15,9 @@ from monorepo.numerics import check_elements, check_tensor, ulp_error
 from .oracle import DTYPES, Problem, problem, storage
 
 Launches = collections.Counter[str]
-WIDTHS = (1, 2, 17, 63, 64, 127, 128, 257, 1000, 1024, 4096, 20000)
+# NumPy, which computes in the interpreter, warns of divisions that IEEE arithmetic defines.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+WIDTHS = (1, 2, 17, 63, 64, 127, 128, 257, 1000, 1024, 4096, 16400)
 # On a GPU also what the interpreter is too slow for: real models' widths, and the widest tile.
 GPU_WIDTHS = (2880, 5120, 7168, 8192, 11008, 16384, 16385, 65536)
 OPTIONS = {
@@ -108,11 +110,23 @@ def test_residual_dtypes(
     check_forward(kernel, given)
 
 
+@pytest.mark.parametrize("rounding", ("once", "before_weight"))
+def test_reads_bfloat16(kernel: ModuleType, device: str, rounding: str) -> None:
+    """Case B110: all that is loaded becomes float32 at once; the interpreter sees bits else."""
+    given = problem(
+        (5, 80), torch.bfloat16, device, weight=torch.bfloat16, bias=torch.bfloat16,
+        residual=torch.bfloat16, residual_dtype=torch.float32, out_dtype=torch.float32,
+        rounding=rounding,
+    )  # fmt: skip
+    check_forward(kernel, given)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", WIDTHS)
 def test_widths(kernel: ModuleType, device: str, n: int, dtype: torch.dtype) -> None:
-    check_forward(kernel, problem((5, n), dtype, device, weight=dtype))
-    check_forward(kernel, problem((5, n), dtype, device, weight=dtype, residual=dtype))
+    rows = 5 if n <= 4096 else 2
+    check_forward(kernel, problem((rows, n), dtype, device, weight=dtype))
+    check_forward(kernel, problem((rows, n), dtype, device, weight=dtype, residual=dtype))
 
 
 @pytest.mark.gpu
@@ -165,7 +179,8 @@ def test_before_weight_is_llama(
 ) -> None:
     """norm.md 5, #6: a model must not drift. The reference has Llama's bits.
 
-    Triton sums in another order, which moves a 16-bit result by at most 1 ulp.
+    Triton sums in another order, which moves a norm in 16 bits by at most 1 ulp; what the weight
+    makes of it has the bits of PyTorch's product.
     """
     n = 128
     llama = LlamaRMSNorm(n, eps=1e-5).to(device).requires_grad_(False)
@@ -173,15 +188,30 @@ def test_before_weight_is_llama(
         torch.manual_seed(seed)
         x = torch.randn(4, n).to(device, dtype)
         llama.weight.data = torch.randn(n).to(device, weight_dtype)
-        wanted = llama(x).to(dtype)
-        given = Problem(x, weight=llama.weight, eps=1e-5, rounding="before_weight")
-        got, _ = given(kernel)
+        got = kernel.rmsnorm(x, llama.weight, 1e-5, rounding="before_weight")
+        norm = kernel.rmsnorm(x, None, 1e-5, rounding="before_weight")
+        assert torch.equal(got, (llama.weight * norm).to(dtype)), f"seed {seed}"
         if not uses_triton:
-            assert torch.equal(got, wanted), f"seed {seed}"
-        elif dtype is torch.float32:
-            check_elements(got, given.exact(), wanted)
+            assert torch.equal(got, llama(x).to(dtype)), f"seed {seed}"
+        llama.weight.data = torch.ones(n, device=device, dtype=dtype)
+        wanted = llama(x)
+        if dtype is torch.float32:
+            check_elements(norm, Problem(x, eps=1e-5).exact(), wanted)
         else:
-            assert ulp_error(got, wanted) <= 1, f"seed {seed}"
+            assert ulp_error(norm, wanted) <= 1, f"seed {seed}"
+
+
+@pytest.mark.parametrize("n", (96, 16400))
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+def test_rounds_before_weight(kernel: ModuleType, device: str, dtype: torch.dtype, n: int) -> None:
+    """norm.md 1, defect 3: without a weight the norm is a number of x's dtype, even in float32."""
+    x = torch.randn(3, n).to(device, dtype)
+    before, once = (
+        kernel.rmsnorm(x, rounding=rounding, out_dtype=torch.float32)
+        for rounding in ("before_weight", "once")
+    )
+    assert torch.equal(before, before.to(dtype).float())
+    assert not torch.equal(once, once.to(dtype).float())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -204,7 +234,7 @@ def test_offset_is_gemma(
 @pytest.mark.parametrize("rounding", ("once", "before_weight"))
 @pytest.mark.parametrize("total_dtype", (None, torch.float32), ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", (96, 20000))
+@pytest.mark.parametrize("n", (96, 16400))
 def test_add_is_two_steps(
     kernel: ModuleType,
     device: str,
@@ -214,7 +244,7 @@ def test_add_is_two_steps(
     rounding: str,
 ) -> None:
     """The sum has the bits of x + residual, and y those of the norm of that sum."""
-    given = problem((5, n), dtype, device, residual=total_dtype or dtype, rounding=rounding)
+    given = problem((2, n), dtype, device, residual=total_dtype or dtype, rounding=rounding)
     y, total = given(kernel)
     options = {"rounding": rounding, "out_dtype": dtype}
     assert torch.equal(total, given.x + given.residual)
@@ -298,10 +328,10 @@ def test_inputs_are_kept(
     assert len(set(owners)) == len(owners)
 
 
-@pytest.mark.parametrize("n", (96, 20000))
+@pytest.mark.parametrize("n", (96, 16400))
 def test_same_bits_every_time(kernel: ModuleType, device: str, n: int) -> None:
     """Case B41."""
-    given = problem((9, n), torch.float16, device, residual=torch.float16)
+    given = problem((3, n), torch.float16, device, residual=torch.float16)
     y, total = given(kernel)
     for _ in range(20 if n < 1000 or device == "cuda" else 3):
         again, total_again = given(kernel)

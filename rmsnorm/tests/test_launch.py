@@ -17,11 +17,11 @@ from torch import Tensor
 
 from .layouts import GUARD, guarded
 from .oracle import DTYPES, part, problem
-from .test_backward import check_gradients, random_like
+from .test_backward import check_gradients, random_like, use_backward_tile
 from .test_forward import check_forward
 
 ROWS = (1, 16, 64, 128, 1024, 4096, 65536)  # buckets of row counts
-WIDTHS = (48, 64, 128, 1000, 2048, 4096, 5120, 16384, 20000)
+WIDTHS = (48, 64, 128, 1000, 2048, 4096, 5120, 16384, 16400)
 
 
 class Outputs:
@@ -97,7 +97,7 @@ def test_each_forward_configuration(
         }
     for width, tile in tiles:
         monkeypatch.setattr(config, "forward_config", lambda *_, tile=tile: tile)
-        rows = 2 * tile.block_m + 1  # the last tile of rows is partly empty
+        rows = tile.block_m + 1  # the last tile of rows is partly empty
         residual = torch.float16 if fused_add else None
         given = problem((rows, width), torch.float16, device, residual=residual)
         outputs.given.clear()
@@ -127,18 +127,17 @@ def test_each_backward_configuration(
         }
     for width, tile in tiles:
         monkeypatch.setattr(config, "backward_config", lambda *_, tile=tile: tile)
-        shape = 2 * tile.block_m + 1, width
+        shape = tile.block_m + 1, width
         given = problem(shape, torch.float16, device, weight=torch.float16, bias=torch.float16)
         outputs.given.clear()
         check_gradients(kernel, given, random_like(given.x))
-        # y and rstd; dx, dweight, dbias, and the partial sums of the last two.
-        assert len(outputs.given) == 7, tile
+        # y and rstd; dx, dweight, dbias, and perhaps partial sums of the last two.
+        assert len(outputs.given) in (5, 7), tile
         outputs.check()
 
 
-@pytest.mark.parametrize("block_n", (16, 64, 128))
-@pytest.mark.parametrize("block_m", (1, 4))
-@pytest.mark.parametrize("programs", (0, 1))
+@pytest.mark.parametrize("tile", ("whole rows", "blocks"))
+@pytest.mark.parametrize("block_m", (1, 2, 8))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_tile_is_right(
     kernel: ModuleType,
@@ -147,18 +146,18 @@ def test_any_tile_is_right(
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
     block_m: int,
-    block_n: int,
-    programs: int,
+    tile: str,
 ) -> None:
-    """A configuration decides the speed, never the values: one tile, several, or a loop of them."""
+    """A configuration decides the speed, never the values: rows at once or in pieces."""
     config = part(kernel, "config")
-    tile = config.ForwardConfig(block_m, block_n, num_warps=1, num_stages=1, programs=programs)
-    monkeypatch.setattr(config, "forward_config", lambda *_: tile)
-    backward = config.BackwardConfig(block_m, block_n, 1, 1, max(1, programs))
-    monkeypatch.setattr(config, "backward_config", lambda *_: backward)
+    use_backward_tile(kernel, monkeypatch, tile, block_m)
     for n in (15, 64, 70):
-        given = problem((5, n), dtype, device, residual=dtype, bias=dtype, weight=dtype)
-        check_forward(kernel, given)
+        for block_n in (128, 32):
+            passes = 1 if block_n >= n and tile == "whole rows" else 2
+            forward = config.ForwardConfig(block_m, block_n, num_warps=1, passes=passes, unroll=2)
+            monkeypatch.setattr(config, "forward_config", lambda *_, forward=forward: forward)
+            given = problem((7, n), dtype, device, residual=dtype, bias=dtype, weight=dtype)
+            check_forward(kernel, given)
         check_gradients(kernel, given, random_like(given.x), random_like(given.x))
     outputs.check()
 
@@ -192,7 +191,7 @@ def test_grid_fits(
     weight = torch.ones(shape[-1], requires_grad=True)
     y, total = kernel.add_rmsnorm(x, x, weight)
     torch.autograd.backward((y, total), (x.detach(), x.detach()))
-    assert len(grids) >= 3
+    assert len(grids) >= 2
     for grid in grids:
         axes = (*grid, 1, 1)[:3]
         assert 1 <= axes[0] < 2**31 and all(1 <= axis <= 65535 for axis in axes[1:]), grid

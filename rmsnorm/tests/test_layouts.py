@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .layouts import ROWS, VECTORS, fill, guarded, memory
 from .oracle import DTYPES, Problem, part, problem
-from .test_backward import check_gradients, random_like
+from .test_backward import check_gradients, random_like, use_backward_tile
 from .test_forward import check_forward
 
 Launches = collections.Counter[str]
@@ -43,7 +43,7 @@ def test_x_and_residual(
     assert launches["forward"] == (2 * len(WIDTHS) if uses_triton else 0)
 
 
-@pytest.mark.parametrize("n", (1024, 20000))
+@pytest.mark.parametrize("n", (1024, 16400))
 @pytest.mark.parametrize("layout", ROWS)
 def test_wide_rows(kernel: ModuleType, device: str, layout: str, n: int) -> None:
     x = fill(ROWS[layout]((2, 2, n), torch.float16, device))
@@ -83,7 +83,7 @@ def keep_layout(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_()
 
 
-@pytest.mark.parametrize("wide", (False, True), ids=("one tile", "wide"))
+@pytest.mark.parametrize("tile", ("whole rows", "blocks"))
 @pytest.mark.parametrize("layouts", PAIRS, ids="-".join)
 def test_x_and_gradient(
     kernel: ModuleType,
@@ -91,15 +91,13 @@ def test_x_and_gradient(
     uses_triton: bool,
     monkeypatch: pytest.MonkeyPatch,
     layouts: tuple[str, str],
-    wide: bool,
+    tile: str,
 ) -> None:
     """The layout of dy is not that of x, and dx is dense whatever theirs."""
-    if wide:
-        if not uses_triton:
-            pytest.skip("the reference has no tiles")
-        config = part(kernel, "config")
-        tile = config.BackwardConfig(2, 16, num_warps=1, num_stages=1, programs=2)
-        monkeypatch.setattr(config, "backward_config", lambda *_: tile)
+    if uses_triton:
+        use_backward_tile(kernel, monkeypatch, tile)
+    elif tile == "blocks":
+        pytest.skip("the reference has no tiles")
     for n in (17, 64):
         x, dy = (fill(ROWS[name]((2, 3, n), torch.float16, device)) for name in layouts)
         weight = fill(VECTORS["stepped"]((n,), torch.float16, device))

@@ -42,8 +42,9 @@ def side_stream() -> AbstractContextManager[object]:
 class Graph:
     """A captured rotation: `calls` in order, their results kept apart; made in a `side_stream`.
 
-    The rotation is repeated until there are enough calls. Results stay alive until the graph goes, so that no output address repeats within a rotation:
-    a repeated one would be overwritten in L2 and never reach memory.
+    The rotation is repeated until there are enough calls. Results stay alive until the graph
+    goes, so that no output address repeats within a rotation: a repeated one would be overwritten
+    in L2 and never reach memory.
     """
 
     def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
@@ -63,7 +64,7 @@ class Graph:
         start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         # Busy the GPU until the graph is queued, so that its launch is not timed.
-        torch.cuda._sleep(SLEEP_CYCLES)
+        torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
         start.record()
         self.graph.replay()
         end.record()

@@ -4,9 +4,7 @@ from types import ModuleType
 import torch
 
 
-def launches(
-    kernel: ModuleType, shared_memory: int
-) -> Iterator[tuple[str, Callable[[], None]]]:
+def launches(kernel: ModuleType, shared_memory: int) -> Iterator[tuple[str, Callable[[], None]]]:
     x = torch.empty(32768)
     y = torch.empty_like(x)
     half = x.half()

@@ -13,11 +13,8 @@ from ._shared.jit_rows import row_offsets
 
 @triton.jit
 def _columns(ptr, cols, mask):
-    """Load a vector of columns, None for None; every program reads it, so it stays in cache."""
-    if ptr is None:
-        return None
-    else:
-        return tl.load(ptr + cols, mask=mask, other=0.0, eviction_policy="evict_last")
+    """Load a vector of columns; every program reads it, so it stays in cache."""
+    return tl.load(ptr + cols, mask=mask, other=0.0, eviction_policy="evict_last")
 
 
 @triton.jit
@@ -71,6 +68,7 @@ def rmsnorm_forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PASSES: tl.constexpr,  # 1: BLOCK_N covers a row, which stays in registers; 2: read again
+    UNROLL: tl.constexpr,  # pieces of a row whose loads are issued together
     FLAT: tl.constexpr,
     BEFORE_WEIGHT: tl.constexpr,
     TOTAL: tl.constexpr,  # dtype of what is normalised: of x, or of x + residual
@@ -90,15 +88,15 @@ def rmsnorm_forward_kernel(
         at = cols[None, :]
         x = tl.load(x_row[:, None] + at, mask=mask, other=0.0, eviction_policy="evict_first")
         # Loaded before the reduction, so that they arrive with the rows and not after.
-        w = _columns(weight_ptr, cols, mask_n)
-        b = _columns(bias_ptr, cols, mask_n)
+        w = None if weight_ptr is None else _columns(weight_ptr, cols, mask_n)
+        b = None if bias_ptr is None else _columns(bias_ptr, cols, mask_n)
         h = _add_residual(x, residual_row, at, mask, total_ptr, out_row, TOTAL, "evict_first")
         rstd = _inverse_rms(tl.sum(h * h, axis=1), n_cols, eps)
         y = _scale(h, rstd, w, b, offset, BEFORE_WEIGHT, TOTAL)
         tl.store(y_ptr + out_row[:, None] + at, y.to(y_ptr.dtype.element_ty), mask=mask)
     else:
         squares = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for start in range(0, n_cols, BLOCK_N):
+        for start in tl.range(0, n_cols, BLOCK_N, loop_unroll_factor=UNROLL):
             mask = mask_m[:, None] & (start + cols < n_cols)[None, :]
             at = start + cols[None, :]
             # Kept in cache for the second pass, which is the last to read it.
@@ -106,15 +104,15 @@ def rmsnorm_forward_kernel(
             h = _add_residual(x, residual_row, at, mask, None, out_row, TOTAL, "evict_last")
             squares += h * h
         rstd = _inverse_rms(tl.sum(squares, axis=1), n_cols, eps)
-        for start in range(0, n_cols, BLOCK_N):
+        for start in tl.range(0, n_cols, BLOCK_N, loop_unroll_factor=UNROLL):
             mask_n = start + cols < n_cols
             mask = mask_m[:, None] & mask_n[None, :]
             at = start + cols[None, :]
             x = tl.load(x_row[:, None] + at, mask=mask, other=0.0, eviction_policy="evict_first")
             # Added again, not read back: a program's own stores need not be visible to it yet.
             h = _add_residual(x, residual_row, at, mask, total_ptr, out_row, TOTAL, "evict_first")
-            w = _columns(weight_ptr, start + cols, mask_n)
-            b = _columns(bias_ptr, start + cols, mask_n)
+            w = None if weight_ptr is None else _columns(weight_ptr, start + cols, mask_n)
+            b = None if bias_ptr is None else _columns(bias_ptr, start + cols, mask_n)
             y = _scale(h, rstd, w, b, offset, BEFORE_WEIGHT, TOTAL)
             tl.store(y_ptr + out_row[:, None] + at, y.to(y_ptr.dtype.element_ty), mask=mask)
     if rstd_ptr is not None:
@@ -196,6 +194,28 @@ def rmsnorm_backward_kernel(
         tl.store(dbias_ptr + partial, total, mask=mask_n)
 
 
+@triton.jit
+def _load_gradient(h_row, dy_row, weight_ptr, at, n_cols, offset):
+    """Return part of one row of h, and of dy * (weight + offset), in float32."""
+    mask = at < n_cols
+    h = tl.load(h_row + at, mask=mask, other=0.0)
+    dy = tl.load(dy_row + at, mask=mask, other=0.0)
+    if weight_ptr is not None:
+        w = _columns(weight_ptr, at, mask)
+        return h.to(tl.float32), dy.to(tl.float32) * (w.to(tl.float32) + offset)
+    else:
+        return h.to(tl.float32), dy.to(tl.float32)
+
+
+@triton.jit
+def _store_dx(dx_row, dtotal_row, h, w_dy, rstd, mean, at, n_cols):
+    """Store part of one row of dx, given the mean of x_hat * w_dy over the row."""
+    dx = (w_dy - h * rstd * mean) * rstd
+    if dtotal_row is not None:
+        dx += tl.load(dtotal_row + at, mask=at < n_cols, other=0.0).to(tl.float32)
+    tl.store(dx_row + at, dx.to(dx_row.dtype.element_ty), mask=at < n_cols)
+
+
 @triton.jit(do_not_specialize=["n_rows", "period", "block_rows"])
 def rmsnorm_backward_blocked_kernel(
     dy_ptr,  # [n_rows, n_cols] by strides
@@ -212,6 +232,7 @@ def rmsnorm_backward_blocked_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ONE_TILE: tl.constexpr,  # BLOCK_N covers a row
     FLAT: tl.constexpr,
     BEFORE_WEIGHT: tl.constexpr,
 ):  # fmt: skip
@@ -234,30 +255,26 @@ def rmsnorm_backward_blocked_kernel(
             cols = tl.arange(0, BLOCK_N)
             h_row = h_ptr + row_offsets(row, period, stride_ho, stride_hi, FLAT)
             dy_row = dy_ptr + row_offsets(row, period, stride_yo, stride_yi, FLAT)
+            dx_row = dx_ptr + row.to(tl.int64) * n_cols
+            dtotal_row = None
+            if dtotal_ptr is not None:
+                dtotal_row = dtotal_ptr + row_offsets(row, period, stride_to, stride_ti, FLAT)
             rstd = tl.load(rstd_ptr + row)
-            products = tl.zeros((BLOCK_N,), tl.float32)
-            for start in range(0, n_cols, BLOCK_N):
-                at = start + cols
-                mask = at < n_cols
-                h = tl.load(h_row + at, mask=mask, other=0.0).to(tl.float32)
-                w_dy = tl.load(dy_row + at, mask=mask, other=0.0).to(tl.float32)
-                if weight_ptr is not None:
-                    w_dy *= _columns(weight_ptr, at, mask).to(tl.float32) + offset
-                products += h * rstd * w_dy
-            mean = tl.sum(products) / n_cols
-            for start in range(0, n_cols, BLOCK_N):
-                at = start + cols
-                mask = at < n_cols
-                h = tl.load(h_row + at, mask=mask, other=0.0).to(tl.float32)
-                w_dy = tl.load(dy_row + at, mask=mask, other=0.0).to(tl.float32)
-                if weight_ptr is not None:
-                    w_dy *= _columns(weight_ptr, at, mask).to(tl.float32) + offset
-                dx = (w_dy - h * rstd * mean) * rstd
-                if dtotal_ptr is not None:
-                    dtotal_row = dtotal_ptr + row_offsets(row, period, stride_to, stride_ti, FLAT)
-                    dx += tl.load(dtotal_row + at, mask=mask, other=0.0).to(tl.float32)
-                dx_row = dx_ptr + row.to(tl.int64) * n_cols
-                tl.store(dx_row + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            if ONE_TILE:
+                h, w_dy = _load_gradient(h_row, dy_row, weight_ptr, cols, n_cols, offset)
+                mean = tl.sum(h * rstd * w_dy) / n_cols
+                _store_dx(dx_row, dtotal_row, h, w_dy, rstd, mean, cols, n_cols)
+            else:
+                products = tl.zeros((BLOCK_N,), tl.float32)
+                for start in range(0, n_cols, BLOCK_N):
+                    at = start + cols
+                    h, w_dy = _load_gradient(h_row, dy_row, weight_ptr, at, n_cols, offset)
+                    products += h * rstd * w_dy
+                mean = tl.sum(products) / n_cols
+                for start in range(0, n_cols, BLOCK_N):
+                    at = start + cols
+                    h, w_dy = _load_gradient(h_row, dy_row, weight_ptr, at, n_cols, offset)
+                    _store_dx(dx_row, dtotal_row, h, w_dy, rstd, mean, at, n_cols)
     else:
         cols = (member - block_rows) * COLUMNS + tl.arange(0, COLUMNS)
         mask_n = cols < n_cols

@@ -51,7 +51,7 @@ def rmsnorm(
     dtype = _check("rmsnorm", x, None, weight, bias, eps, offset, rounding, out_dtype, None)
     before_weight = rounding == "before_weight"
     if _needs_operator(x, None, weight, bias):
-        y, _ = ops.rmsnorm(x, weight, bias, eps, offset, before_weight, dtype)
+        y: Tensor = ops.rmsnorm(x, weight, bias, eps, offset, before_weight, dtype)[0]
         return y
     return ops.forward(
         x, None, weight, bias, eps, offset, before_weight, dtype, None, False, False
@@ -93,9 +93,9 @@ def rmsnorm_residual_fused(
     )
     before_weight = rounding == "before_weight"
     if _needs_operator(x, residual, weight, bias):
-        y, _, _ = ops.add_rmsnorm(
+        y: Tensor = ops.add_rmsnorm(
             x, residual, weight, bias, eps, offset, before_weight, dtype, residual.dtype
-        )
+        )[0]
         return y
     return ops.forward(
         x, residual, weight, bias, eps, offset, before_weight, dtype, residual.dtype, False, False

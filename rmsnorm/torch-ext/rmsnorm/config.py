@@ -31,12 +31,14 @@ class ForwardConfig:
         block_n: Columns of a tile.
         num_warps: Warps of a program.
         passes: 1 if the tile covers a row, which is read once; 2 reads it twice, in pieces.
+        unroll: Pieces of a row that are in flight together.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     passes: int
+    unroll: int
 
 
 @dataclass(frozen=True)
@@ -73,14 +75,14 @@ def forward_heuristic(rows: int, n: int) -> ForwardConfig:
     """Return a tile for the forward pass of `rows` rows of `n` columns."""
     cover = _power_of_two(n)
     if n > WIDEST_TILE or (n >= 2048 and rows >= MANY_ROWS):
-        # Two passes in pieces beat a whole row in registers, by 3 to 8 % on an H200: more loads
-        # are in flight. Pieces that divide the row leave no thread idle.
-        block_n = min(max(n & -n, 1024), cover // 2, 4096)
-        return ForwardConfig(1, block_n, block_n // 256, 2)
+        # Two passes in pieces beat a whole row in registers, by 3 to 8 % on an H200: with 8
+        # elements a thread, enough programs are resident to keep memory busy.
+        block_n = 4096 if n >= 8192 else min(cover // 2, 2048)
+        return ForwardConfig(1, block_n, block_n // 256, 2, 4 if n > WIDEST_TILE else 1)
     # Narrow rows share a program until it has 1024 elements.
     block_m = max(1, min(1024 // cover, _power_of_two(rows)))
     # 32 elements a thread: four 16-byte loads in flight, and few warps to wait for.
-    return ForwardConfig(block_m, cover, max(1, block_m * cover // 1024), 1)
+    return ForwardConfig(block_m, cover, max(1, block_m * cover // 1024), 1, 1)
 
 
 def backward_heuristic(rows: int, n: int, itemsize: int, shared_memory: int) -> BackwardConfig:
@@ -94,7 +96,7 @@ def backward_heuristic(rows: int, n: int, itemsize: int, shared_memory: int) -> 
     """
     cover = _power_of_two(n)
     if n > WIDEST_TILE or rows <= FEW_ROWS:
-        block_n = max(128, min(cover, 4096))
+        block_n = cover if n <= WIDEST_TILE else 4096
         return BackwardConfig(16, block_n, max(4, block_n // 512), 1, 0)
     # Tiles of 8192 elements in 8 warps, loaded two ahead, but a tile for each multiprocessor.
     # Rows that are not aligned load element by element, and need registers for it.

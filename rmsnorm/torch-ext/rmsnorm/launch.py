@@ -48,24 +48,29 @@ def forward(
         residual_data is not None and residual_data.dtype,
         weight is not None and weight.dtype,
         bias is not None and bias.dtype,
-        config.block_m, config.block_n, config.num_warps, config.passes,
+        config.block_m, config.block_n, config.num_warps, config.passes, config.unroll,
     )  # fmt: skip
     launch(
         key,
         _kernels.rmsnorm_forward_kernel,
         -(-rows // config.block_m),
         (x_data, residual_data, weight, bias, y, total, rstd),
-        (rows, n, period, x_outer, x_inner, residual_outer, residual_inner, eps, offset),
+        (
+            rows, n, period, x_outer, x_inner, residual_outer, residual_inner,
+            # An integer would be compiled in: 1 as a constant, for all calls of the key.
+            float(eps), float(offset),
+        ),
         {
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "PASSES": config.passes,
+            "UNROLL": config.unroll,
             "FLAT": period == 1,
             "BEFORE_WEIGHT": before_weight,
             "TOTAL": TRITON_DTYPES[total_dtype],
         },
         config.num_warps,
-    )
+    )  # fmt: skip
 
 
 def backward(
@@ -128,6 +133,7 @@ def backward_blocked(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         COLUMNS=COLUMNS,
+        ONE_TILE=config.block_n >= n,
         FLAT=period == 1,
         BEFORE_WEIGHT=before_weight,
         num_warps=config.num_warps,

@@ -11,8 +11,15 @@ from .api import rmsnorm
 
 def _epsilon(module: nn.Module) -> float:
     """Return a norm's epsilon under either of the names that models use."""
-    epsilon = getattr(module, "variance_epsilon", None)
-    return module.eps if epsilon is None else epsilon
+    epsilon: float | None = getattr(module, "variance_epsilon", None)
+    if epsilon is None:
+        epsilon = getattr(module, "eps", None)
+    if epsilon is None:
+        raise ValueError(
+            f"RMSNorm: {type(module).__name__} has neither variance_epsilon nor eps, "
+            "or it is None; a number is needed"
+        )
+    return epsilon
 
 
 class RMSNorm(nn.Module):

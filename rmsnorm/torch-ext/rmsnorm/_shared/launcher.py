@@ -36,7 +36,7 @@ def launch(
         constants: The kernel's compile-time constants, in order.
         num_warps: Warps of a program.
     """
-    pointers = []
+    pointers: list[int | None] = []
     bits = 0
     for tensor in tensors:
         if tensor is None:

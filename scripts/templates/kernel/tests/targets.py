@@ -7,9 +7,7 @@ from types import ModuleType
 import torch
 
 
-def launches(
-    kernel: ModuleType, shared_memory: int
-) -> Iterator[tuple[str, Callable[[], None]]]:
+def launches(kernel: ModuleType, shared_memory: int) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield the name of each launch, and the call that makes it."""
     config = importlib.import_module(f"{kernel.__name__}.config")
     launch = importlib.import_module(f"{kernel.__name__}.launch")

@@ -1,0 +1,96 @@
+"""The measured tables of README.md and the cards, drawn from docs/results.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from monorepo.manifest import Kernel, Manifest
+
+Row = dict[str, Any]
+
+#: The dtype that tables show; docs/results.json holds all.
+SHOWN = "bfloat16"
+OPERATIONS = ("forward", "add_forward", "backward")
+PEERS = ("torch", "torch.compile", "liger", "stream")
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Return the table of one kernel's rows: a line a shape and operation, ratios to the peers."""
+    timed = {
+        (row["operation"], tuple(row["shape"]), row["rival"]): row
+        for row in rows
+        if row.get("dtype") == SHOWN
+    }
+    host = {row["rival"]: row["median_us"] for row in rows if row["operation"] == "host"}
+    shapes = list(dict.fromkeys(shape for _, shape, _ in timed))
+    any_row = rows[0]
+    lines = [
+        f"{any_row['device']}, torch {any_row['torch']}, Triton {any_row['triton']}, {SHOWN}. "
+        "Median of CUDA graph replays over rotating copies, in microseconds; then how many times "
+        "as long each peer took in the same run. `stream` is a bare element-wise sum that moves "
+        "the same bytes.",
+        "",
+        "| operation | rows x hidden | us | TB/s | " + " | ".join(PEERS) + " |",
+        "|---" * (4 + len(PEERS)) + "|",
+    ]
+    for operation in OPERATIONS:
+        for shape in shapes:
+            ours = timed.get((operation, shape, "ours"))
+            if ours is None:
+                continue
+            time = ours["median_us"]
+            ratios = []
+            for peer in PEERS:
+                row = timed.get((operation, shape, peer))
+                ratios.append(f"{row['median_us'] / time:.2f}" if row else "-")
+            cells = [
+                operation,
+                " x ".join(map(str, shape)),
+                f"{time:.2f}",
+                f"{ours['bytes'] / time / 1e6:.2f}",
+                *ratios,
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+    if host:
+        costs = ", ".join(f"{rival} {cost:.1f} us" for rival, cost in host.items())
+        lines += ["", f"Host cost of one eager call: {costs}."]
+    return "\n".join(lines)
+
+
+def with_table(text: str, kernel: str, table: str) -> str:
+    """Return a document with the table between the kernel's markers; unchanged without them."""
+    start, end = f"<!-- results:{kernel} -->", "<!-- /results -->"
+    before, found, rest = text.partition(start)
+    if not found:
+        return text
+    _, closing, after = rest.partition(end)
+    if not closing:
+        raise ValueError(f"{start} has no {end} after it")
+    return f"{before}{start}\n{table}\n{closing}{after}"
+
+
+def documents(manifest: Manifest, kernel: Kernel) -> list[Path]:
+    """Return the documents that may show a kernel's table."""
+    return [manifest.root / "README.md", kernel.path / "CARD.md"]
+
+
+def update(manifest: Manifest, *, check: bool = False) -> list[Path]:
+    """Draw every table again and return the documents that differ; write them unless `check`."""
+    path = manifest.root / "docs" / "results.json"
+    rows: list[Row] = json.loads(path.read_text()) if path.exists() else []
+    texts: dict[Path, str] = {}
+    for kernel in manifest.kernels:
+        own = [row for row in rows if row["kernel"] == kernel.name]
+        table = markdown(own) if own else "Not measured yet."
+        for document in documents(manifest, kernel):
+            if document.exists():
+                text = texts.get(document, document.read_text())
+                texts[document] = with_table(text, kernel.name, table)
+    different = [document for document, text in texts.items() if document.read_text() != text]
+    if not check:
+        for document in different:
+            document.write_text(texts[document])
+    return different
