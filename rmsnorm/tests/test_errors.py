@@ -58,6 +58,8 @@ BAD = (
     ("eps", NAN, ValueError, "finite", "nan"),
     ("eps", INF, ValueError, "finite", "inf"),
     ("eps", -1e-6, ValueError, "at least 0", "-1e-06"),
+    ("eps", 1e39, ValueError, "finite in float32", "1e+39"),
+    ("eps", 10**400, ValueError, "finite in float32", "1000"),
     ("eps", of(), TypeError, "number", "torch.float32 tensor of shape ()"),
     ("eps", "1e-6", TypeError, "number", "'1e-6' (str)"),
     ("eps", True, TypeError, "number", "True (bool)"),
@@ -185,3 +187,16 @@ def test_numbers_of_any_kind(kernel: ModuleType, device: str, eps: float, offset
         other = kernel.rmsnorm(x, weight, 0.5, offset=0.25)
         assert not torch.equal(got, other)
         assert torch.equal(other, kernel.rmsnorm(x, weight, 0.5, offset=0.25))
+
+
+@pytest.mark.parametrize("carrier", ("x", "weight"))
+def test_forward_mode_is_refused(kernel: ModuleType, device: str, carrier: str) -> None:
+    """A tangent is not dropped silently (B56 for the other mode of differentiation)."""
+    given = {"x": torch.randn(2, 8, device=device), "weight": torch.randn(8, device=device)}
+    with torch.autograd.forward_ad.dual_level():
+        kernel.rmsnorm(**given)  # nothing to differentiate
+        given[carrier] = torch.autograd.forward_ad.make_dual(
+            given[carrier], torch.ones_like(given[carrier])
+        )
+        with pytest.raises(NotImplementedError, match="rmsnorm: .*forward-mode"):
+            kernel.rmsnorm(**given)

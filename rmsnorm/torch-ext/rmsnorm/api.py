@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import ops
 from ._shared.checks import check_finite, check_float_dtype, check_float_tensor, check_like
@@ -44,6 +45,7 @@ def rmsnorm(
     Raises:
         TypeError: An argument is no tensor or number, or of another dtype.
         ValueError: A shape, device or value does not fit.
+        NotImplementedError: An argument carries a forward-mode tangent.
 
     Example:
         >>> y = rmsnorm(torch.randn(2, 16, 4096), torch.ones(4096), eps=1e-5)
@@ -168,6 +170,8 @@ def _needs_operator(
     """
     if torch.compiler.is_compiling() or type(x) not in _PLAIN:
         return True
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(x, residual, weight, bias)
     if not torch.is_grad_enabled():
         return False
     return (
@@ -179,6 +183,18 @@ def _needs_operator(
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _refuse_tangents(*tensors: Tensor | None) -> None:
+    """Raise for forward-mode differentiation, which operators drop without a word."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        dual = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+        if dual.tangent is not None:
+            raise NotImplementedError(
+                "rmsnorm: there is no forward-mode derivative; use reverse mode (backward)"
+            )
 
 
 def _check(

@@ -7,6 +7,8 @@ import torch
 
 #: The dtypes that the kernels compute on.
 FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
+#: The largest number that is finite in float32, in which kernels take their scalars.
+_LARGEST = torch.finfo(torch.float32).max
 
 
 def describe(value: object) -> str:
@@ -53,12 +55,14 @@ def check_like(
 
 
 def check_finite(function: str, argument: str, value: object, minimum: float) -> None:
-    """Raise unless `value` is a finite Python number of at least `minimum`."""
+    """Raise unless `value` is a Python number, finite in float32, of at least `minimum`."""
     # The usual case first: this runs at every call. A NaN fails both comparisons.
-    if type(value) is float and minimum <= value < math.inf and value != -math.inf:
+    if type(value) is float and minimum <= value <= _LARGEST and value >= -_LARGEST:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{function}: {argument} must be a number, got {describe(value)}")
-    if not math.isfinite(value) or value < minimum:
-        wanted = "finite" if minimum == -math.inf else f"finite and at least {minimum:g}"
+    if not -_LARGEST <= value <= _LARGEST or value < minimum:
+        wanted = "finite in float32"
+        if minimum > -math.inf:
+            wanted += f" and at least {minimum:g}"
         raise ValueError(f"{function}: {argument} must be {wanted}, got {value!r}")
