@@ -10,18 +10,9 @@ from pathlib import Path
 from huggingface_hub.utils.tqdm import disable_progress_bars
 from tqdm import tqdm
 
-from monorepo.upload import (
-    STEPS,
-    Commit,
-    PublishError,
-    Result,
-    build,
-    dry_run,
-    endpoint_in_use,
-    log_in,
-    publish,
-    select,
-)
+from monorepo.release import PublishError, build
+from monorepo.remote import Commit, endpoint_in_use, log_in
+from monorepo.upload import STEPS, Result, dry_run, publish, select
 
 ROOT = Path(__file__).resolve().parents[1]
 

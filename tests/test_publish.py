@@ -23,6 +23,8 @@ from huggingface_hub import CommitOperationAdd, HfApi, RepoFile, close_session
 import publish
 import toykernel
 from monorepo import artifact, checks, upload
+from monorepo import release as releases
+from monorepo import remote as hubs
 from monorepo.hubapi import Organisation
 from monorepo.localhub import LocalHub
 
@@ -54,7 +56,7 @@ def loads(
     if "whole_way" not in request.fixturenames:
         monkeypatch.setattr(checks, "check_build", lambda kernel, build_dir: None)
         monkeypatch.setattr(upload, "load", lambda release, source, hub: sources.append(source))
-    monkeypatch.setattr(upload, "WAITS", (0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(hubs, "WAITS", (0.0, 0.0, 0.0, 0.0))
     return sources
 
 
@@ -62,7 +64,7 @@ def loads(
 def really_load(loads: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the process that loads the published kernel and runs its smoke call."""
 
-    def load(release: upload.Release, source: dict[str, object], endpoint: str) -> None:
+    def load(release: releases.Release, source: dict[str, object], endpoint: str) -> None:
         if "repo_id" in source:
             LOAD(release, source, endpoint)
 
@@ -346,32 +348,32 @@ OURS = {
 
 
 def test_branch_in_use_keeps_what_is_not_ours() -> None:
-    plan = upload.Branch("v1", OURS).plan(remote(**HELD), new=False)
+    plan = releases.Branch("v1", OURS).plan(remote(**HELD), new=False)
     assert plan.deletions == ("benchmarks/benchmark_old.py", "build/torch-cpu/old.py")
     assert set(plan.additions) == {"build/torch-cpu/new.py", "benchmarks/benchmark.py"}
 
 
 def test_new_branch_loses_what_it_inherited_from_main() -> None:
-    plan = upload.Branch("v2", OURS).plan(remote(**HELD), new=True)
+    plan = releases.Branch("v2", OURS).plan(remote(**HELD), new=True)
     assert set(plan.deletions) == set(HELD) - set(OURS) - {"README.md"}
 
 
 def test_benchmarks_stay_where_there_are_none_of_ours() -> None:
     ours = {path: data for path, data in OURS.items() if path.startswith("build/")}
-    plan = upload.Branch("v2", ours).plan(remote(**HELD), new=True)
+    plan = releases.Branch("v2", ours).plan(remote(**HELD), new=True)
     assert not any(path.startswith("benchmarks/") for path in plan.deletions)
 
 
 def test_branch_that_holds_all_needs_nothing() -> None:
-    plan = upload.Branch("v1", OURS).plan(remote(**OURS), new=False)
+    plan = releases.Branch("v1", OURS).plan(remote(**OURS), new=False)
     assert list(plan.batches()) == []
 
 
 def test_file_in_lfs_is_compared_by_its_content() -> None:
-    lfs = {"oid": upload.hashlib.sha256(b"new").hexdigest(), "size": 3, "pointerSize": 134}
+    lfs = {"oid": releases.hashlib.sha256(b"new").hexdigest(), "size": 3, "pointerSize": 134}
     files = {"a.bin": RepoFile(path="a.bin", size=3, oid="0" * 40, lfs=lfs)}
-    assert not upload.Branch("main", {"a.bin": b"new"}).plan(files, new=False).additions
-    assert upload.Branch("main", {"a.bin": b"old"}).plan(files, new=False).additions
+    assert not releases.Branch("main", {"a.bin": b"new"}).plan(files, new=False).additions
+    assert releases.Branch("main", {"a.bin": b"old"}).plan(files, new=False).additions
 
 
 def test_new_branch_is_emptied_on_the_hub(hub: LocalHub, run: Run, root: Path) -> None:
@@ -422,7 +424,7 @@ def test_reader_never_sees_a_half_published_kernel(hub: LocalHub, run: Run, root
 def test_more_than_a_commit_takes_goes_in_batches(
     hub: LocalHub, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upload, "MAX_OPERATIONS", 5)
+    monkeypatch.setattr(releases, "MAX_OPERATIONS", 5)
     hub.faults.add(method="POST", path="/commit/v1", status=500, after=True)
     run()
     count = len([p for p in content(hub, "v1") if p.startswith(("build/", "benchmarks/"))])
@@ -455,12 +457,12 @@ def test_branch_created_by_another_publisher_meanwhile(
 def test_two_publishers_at_once_make_one_commit(hub: LocalHub, root: Path, tmp_path: Path) -> None:
     """B92, B95: both succeed, with one commit a branch."""
     kernel = upload.select(root, [])[0]
-    release = upload.build(root, kernel, tmp_path / "out", allow_dirty=False)
+    release = releases.build(root, kernel, tmp_path / "out", allow_dirty=False)
     start = threading.Barrier(2)
     results: list[upload.Result] = []
 
     def publisher() -> None:
-        api = upload.log_in(hub.url)
+        api = hubs.log_in(hub.url)
         start.wait()
         results.append(upload.publish(api, release))
 
@@ -719,7 +721,7 @@ def test_token_that_is_not_accepted(
 def test_client_that_is_told_to_be_offline(
     hub: LocalHub, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upload.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hubs.constants, "HF_HUB_OFFLINE", True)
     close_session()  # the library decides when it opens one
     try:
         _, err = run(code=1)
@@ -729,7 +731,7 @@ def test_client_that_is_told_to_be_offline(
 
 
 def test_no_token(hub: LocalHub, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload, "get_token", lambda: None)
+    monkeypatch.setattr(hubs, "get_token", lambda: None)
     _, err = run(code=1)
     assert "no token" in err and "HF_TOKEN" in err and hub.log == []
 
@@ -832,8 +834,8 @@ def test_link_in_a_build_is_refused(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "build").mkdir()
     (tmp_path / "build" / "link.py").symlink_to(tmp_path / "secret")
-    with pytest.raises(upload.PublishError, match="link.py is a link"):
-        upload._read(tmp_path / "build")
+    with pytest.raises(releases.PublishError, match="link.py is a link"):
+        releases._read(tmp_path / "build")
 
 
 def test_variant_of_another_version_is_refused(
@@ -916,7 +918,7 @@ def test_large_pull_request_goes_in_batches_into_one(
     run()
     edit(root, "x * factor", "factor * x")
     toykernel.commit(root)
-    monkeypatch.setattr(upload, "MAX_OPERATIONS", 1)
+    monkeypatch.setattr(releases, "MAX_OPERATIONS", 1)
     run("--create-pr")
     assert pull_requests(hub) == ["refs/pr/1"]
     assert b"factor * x" in content(hub, "refs/pr/1")["build/torch-cpu/reference.py"]
@@ -965,10 +967,10 @@ def test_file_added_to_a_variant_is_noticed_by_the_digest(
 ) -> None:
     original = upload.verify_download
 
-    def altered(hub_: upload.Hub, release: upload.Release, *commits: upload.Commit) -> None:
+    def altered(hub_: hubs.Hub, release: releases.Release, *commits: hubs.Commit) -> None:
         commit_to(hub, "v1", {"build/torch-cpu/planted.py": b""})
         head = hub.commits(REPO, "v1")[0].id
-        version = upload.dataclasses.replace(commits[0], oid=head)
+        version = releases.dataclasses.replace(commits[0], oid=head)
         original(hub_, release, version, commits[1])
 
     monkeypatch.setattr(upload, "verify_download", altered)
@@ -987,9 +989,9 @@ def test_published_kernel_that_cannot_be_downloaded(
 def test_another_build_in_the_way_is_noticed(hub: LocalHub, root: Path, tmp_path: Path) -> None:
     """A branch that was overwritten before it is loaded passes for ours by no means."""
     kernel = upload.select(root, [])[0]
-    release = upload.build(root, kernel, tmp_path / "out", allow_dirty=False)
-    other = upload.dataclasses.replace(release, ids=("_toy_scale_cpu_0000000",))
-    with pytest.raises(upload.PublishError, match="another build was loaded: _toy_scale_cpu_"):
+    release = releases.build(root, kernel, tmp_path / "out", allow_dirty=False)
+    other = releases.dataclasses.replace(release, ids=("_toy_scale_cpu_0000000",))
+    with pytest.raises(releases.PublishError, match="another build was loaded: _toy_scale_cpu_"):
         LOAD(other, {"path": str(release.build_dir)}, hub.url)
 
 

@@ -147,7 +147,7 @@ def _tree(files: dict[str, bytes]) -> bytes:
     return hashlib.sha1(b"tree %d\0" % len(body) + body).digest()
 
 
-def _git(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def git(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     # A hook's GIT_DIR or GIT_INDEX_FILE would turn the question to another repository or index.
     own = ("GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY")
     environment = {key: value for key, value in os.environ.items() if key not in own}
@@ -161,7 +161,7 @@ def _git(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def _in_git(path: Path) -> bool:
     try:
-        answer = _git(path, "rev-parse", "--is-inside-work-tree")
+        answer = git(path, "rev-parse", "--is-inside-work-tree")
     except FileNotFoundError:  # no git: an archive can be built all the same
         return False
     if answer.returncode != 0:
@@ -169,25 +169,25 @@ def _in_git(path: Path) -> bool:
             _warn(path, f"git says: {answer.stderr.strip()}")
         return False
     # A folder that git is told to ignore belongs to no commit of the repository around it.
-    return answer.stdout == "true\n" and _git(path, "check-ignore", "-q", ".").returncode != 0
+    return answer.stdout == "true\n" and git(path, "check-ignore", "-q", ".").returncode != 0
 
 
 def _committed(kernel: Kernel) -> dict[str, str]:
     """Blob ids of the last commit's source files."""
-    listing = _git(kernel.path, "ls-tree", "-r", "-z", "HEAD", "--", "build.toml", "torch-ext")
+    listing = git(kernel.path, "ls-tree", "-r", "-z", "HEAD", "--", "build.toml", "torch-ext")
     lines = (line.split("\t", 1) for line in listing.stdout.split("\0") if line)
     blobs = {name: facts.split()[2] for facts, name in lines}
     return {name: blob for name, blob in blobs.items() if _is_source(kernel, name)}
 
 
 def _last_commit(kernel: Kernel) -> str | None:
-    log = _git(kernel.path, "log", "-1", "--format=%H", "--", "build.toml", "torch-ext")
+    log = git(kernel.path, "log", "-1", "--format=%H", "--", "build.toml", "torch-ext")
     commit = log.stdout.strip()
     if not commit:
         return None
-    if _git(kernel.path, "rev-parse", "--is-shallow-repository").stdout == "true\n":
+    if git(kernel.path, "rev-parse", "--is-shallow-repository").stdout == "true\n":
         # A cut history makes its oldest commits look as if they had touched every file.
-        file = _git(kernel.path, "rev-parse", "--path-format=absolute", "--git-path", "shallow")
+        file = git(kernel.path, "rev-parse", "--path-format=absolute", "--git-path", "shallow")
         if commit in Path(file.stdout.rstrip("\n")).read_text().split():
             _warn(kernel.path, "shallow clone, the last commit that touched it is not known")
             return None
