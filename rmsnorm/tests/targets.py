@@ -45,7 +45,7 @@ def _heuristic(
     for dtype in DTYPES:
         for n in COLUMNS:
             for rows in ROWS:
-                forward = call.config.forward_heuristic(rows, n)
+                forward = call.config.forward_heuristic(rows, n, dtype.itemsize)
                 yield "add_forward", dtype, rows, n, forward
                 backward = call.config.backward_heuristic(rows, n, dtype.itemsize, shared_memory)
                 yield "backward", dtype, rows, n, backward
@@ -88,20 +88,20 @@ class Calls:
     def options(self, shared_memory: int) -> Iterator[tuple[str, Callable[[], None]]]:
         """Yield what no configuration decides: optional tensors, layouts, rounding, sums."""
         rows, n = 4096, 4096
-        tile = self.config.forward_heuristic(rows, n)
-        wide = self.config.forward_heuristic(rows, 32768)
         for dtype in DTYPES:
+            tile = self.config.forward_heuristic(rows, n, dtype.itemsize)
+            wide = self.config.forward_heuristic(rows, 32768, dtype.itemsize)
             text = str(dtype).removeprefix("torch.")
             for option in ("weight", "bias", "residual", "total", "rstd", "before_weight", "flat"):
                 yield (
                     f"forward {text} without {option}",
-                    lambda dtype=dtype, option=option: self.forward(
+                    lambda dtype=dtype, option=option, tile=tile: self.forward(
                         dtype, rows, n, tile, **{option: False}
                     ),
                 )
             yield (
                 f"forward {text} wide, plain",
-                lambda dtype=dtype: self.forward(
+                lambda dtype=dtype, wide=wide: self.forward(
                     dtype, rows, 32768, wide, bias=False, residual=False, total=False
                 ),
             )
@@ -127,7 +127,7 @@ class Calls:
         yield (
             "forward of 2^24 rows",
             lambda: self.forward(
-                torch.bfloat16, 2**24, 256, self.config.forward_heuristic(2**24, 256)
+                torch.bfloat16, 2**24, 256, self.config.forward_heuristic(2**24, 256, 2)
             ),
         )
         yield (

@@ -52,16 +52,16 @@ def check_backward_tile(kernel: ModuleType, tile: object, n: int) -> None:
 
 
 @settings(deadline=None)
-@given(**rows_and_columns)
-@example(rows=1, n=1)
-@example(rows=1, n=16384)
-@example(rows=1, n=16385)
-@example(rows=2**31 - 1, n=2**20)
-def test_forward_heuristic(kernel: ModuleType, rows: int, n: int) -> None:
+@given(**rows_and_columns, itemsize=st.sampled_from((2, 4)))
+@example(rows=1, n=1, itemsize=2)
+@example(rows=1, n=16384, itemsize=4)
+@example(rows=1, n=16385, itemsize=2)
+@example(rows=2**31 - 1, n=2**20, itemsize=2)
+def test_forward_heuristic(kernel: ModuleType, rows: int, n: int, itemsize: int) -> None:
     config = part(kernel, "config")
-    tile = config.forward_heuristic(rows, n)
+    tile = config.forward_heuristic(rows, n, itemsize)
     check_forward_tile(tile, n)
-    assert tile == config.forward_heuristic(rows, n)
+    assert tile == config.forward_heuristic(rows, n, itemsize)
 
 
 @settings(deadline=None)
@@ -153,7 +153,7 @@ def test_what_no_table_holds(kernel: ModuleType, tables: Path) -> None:
         (128, torch.float16, False), (64, torch.float32, False), (64, torch.float16, True)
     ):  # fmt: skip
         found = config.forward_config(4, n, dtype, fused_add, CPU)
-        assert found == config.forward_heuristic(4, n)
+        assert found == config.forward_heuristic(4, n, dtype.itemsize)
 
 
 def test_missing_table_is_said_once(
@@ -196,7 +196,7 @@ def test_shipped_table(kernel: ModuleType, name: str) -> None:
 def test_configurations_are_values(kernel: ModuleType) -> None:
     """Hashable and frozen: they are keys of compiled kernels."""
     config = part(kernel, "config")
-    for tile in (config.forward_heuristic(1, 64), config.SUM_TILE):
+    for tile in (config.forward_heuristic(1, 64, 2), config.SUM_TILE):
         assert hash(tile) == hash(dataclasses.replace(tile))
         with pytest.raises(dataclasses.FrozenInstanceError):
             tile.block_m = 2

@@ -71,14 +71,16 @@ def _power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def forward_heuristic(rows: int, n: int) -> ForwardConfig:
-    """Return a tile for the forward pass of `rows` rows of `n` columns."""
+def forward_heuristic(rows: int, n: int, itemsize: int) -> ForwardConfig:
+    """Return a tile for the forward pass of `rows` rows of `n` columns of `itemsize` bytes."""
     cover = _power_of_two(n)
     if n > WIDEST_TILE or (n >= 2048 and rows >= MANY_ROWS):
         # Two passes in pieces beat a whole row in registers, by 4 % and more on an H200: with 8
         # elements a thread, enough programs are resident to keep memory busy.
         block_n = 4096 if n >= 8192 else min(cover // 2, 2048)
-        return ForwardConfig(1, block_n, block_n // 256, 2, 4 if n > WIDEST_TILE else 1)
+        # Rows this wide leave few programs a multiprocessor: each has more in flight instead.
+        unroll = 8 // itemsize if n > WIDEST_TILE else 1
+        return ForwardConfig(1, block_n, block_n // 256, 2, unroll)
     # Narrow rows share a program until it has 1024 elements.
     block_m = max(1, min(1024 // cover, _power_of_two(rows)))
     # 32 elements a thread: four 16-byte loads in flight, and few warps to wait for.
@@ -99,13 +101,15 @@ def backward_heuristic(rows: int, n: int, itemsize: int, shared_memory: int) -> 
         block_n = cover if n <= WIDEST_TILE else 4096
         return BackwardConfig(16, block_n, max(4, block_n // 512), 1, 0)
     # Tiles of 8192 elements in 8 warps, loaded two ahead, but a tile for each multiprocessor.
-    # Rows that are not aligned load element by element, and need registers for it.
-    most = 8192 if n % 16 == 0 else 4096
+    # Rows that are not aligned load element by element: that takes registers, and cannot be
+    # done ahead.
+    aligned = n % 16 == 0
+    most, per_warp = (8192, 1024) if aligned else (4096, 512)
     block_m = max(1, min(most // cover, _power_of_two(rows // MANY_ROWS * 8)))
     elements = block_m * cover
-    num_warps = max(4, elements // (1024 if n % 16 == 0 else 512))
+    num_warps = max(4, elements // per_warp)
     # The loop loads up to three tensors: h, dy and the gradient of the sum.
-    stages = 3 if 9 * elements * itemsize <= shared_memory else 1
+    stages = 3 if aligned and 9 * elements * itemsize <= shared_memory else 1
     return BackwardConfig(block_m, cover, num_warps, stages, max(1, 8 // num_warps))
 
 
@@ -128,7 +132,9 @@ def forward_config(
     """Return the configuration of a forward call; `rows` is a bucket of `table.row_bucket`."""
     operation = "add_forward" if fused_add else "forward"
     entry = _tuned(operation, rows, n, dtype, device)
-    return forward_heuristic(rows, n) if entry is None else ForwardConfig(**entry)
+    if entry is not None:
+        return ForwardConfig(**entry)
+    return forward_heuristic(rows, n, dtype.itemsize)
 
 
 @functools.cache
