@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -52,8 +53,9 @@ def stamp(root: Path, name: str) -> Path:
     module = KernelName(name).python_name
     folder = root / name
     taken = {kernel.module for kernel in manifest.kernels} | sys.stdlib_module_names
-    if folder.exists() or module in taken | _template_words():
-        wanted = "a name that no kernel, module or word of the template has"
+    installed = importlib.util.find_spec(module) is not None  # imports of it would be ours
+    if folder.exists() or installed or module in taken | _template_words():
+        wanted = "a name that no kernel, installed package or word of the template has"
         raise ValueError(f"{name}: wanted {wanted}, got one that is taken")
     words = {
         "kernel-name": name,

@@ -355,6 +355,25 @@ def test_two_builds_are_byte_identical_in_other_folders_and_at_other_times(tmp_p
     assert built[0] == built[1]
 
 
+@pytest.mark.parametrize("kind", ["link to a folder", "dangling link", "file"])
+def test_whatever_stands_in_the_builds_place_is_replaced(tmp_path, kind):
+    """And does not block the build after it; what a link leads to is left alone."""
+    toykernel.write(tmp_path)
+    kernel = toykernel.load(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    toykernel.put(elsewhere / "kept.txt", "kept")
+    place = kernel.path / "build"
+    if kind == "file":
+        toykernel.put(place, "in the way")
+    else:
+        place.symlink_to(elsewhere if kind == "link to a folder" else tmp_path / "nowhere")
+    for _ in range(2):
+        made = build(tmp_path, kernel)
+        assert made == place and not made.is_symlink() and (made / "torch-cpu").is_dir()
+        assert not list(kernel.path.glob(".build.*"))
+    assert (elsewhere / "kept.txt").read_text() == "kept"
+
+
 def test_stale_files_and_bytecode_never_survive(built, tmp_path):
     kernel, folder = built
     before = tree(folder)

@@ -511,6 +511,8 @@ def test_delay_strikes_as_often_as_asked_and_can_be_cleared(hub: LocalHub, api: 
         hub.faults.add("GET", "(", status=500)
     with pytest.raises(ValueError, match="at least one of"):
         hub.faults.add("GET", "x")
+    with pytest.raises(ValueError, match="status: wanted .*int.*, got 'abc'"):
+        hub.faults.add("GET", "x", status="abc")
 
 
 def test_faults_and_log_over_http(hub: LocalHub, api: HfApi) -> None:

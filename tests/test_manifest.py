@@ -101,6 +101,7 @@ def test_kernel_reads_every_value(tmp_path):
         ('"py", "json"', '"json"', "torch-noarch.pyext: wanted a list of extensions"),
         ('"py", "json"', '"py", "py"', "torch-noarch.pyext: wanted a list of extensions"),
         ('"py", "json"', '"py", "pyc"', "torch-noarch.pyext: wanted extensions without the dot"),
+        ('"py", "json"', '"py", "so"', "torch-noarch.pyext: wanted sources and data only"),
         ("pyext", 'cuda_capabilities = ["sm_90"]\npyext', "cuda_capabilities: wanted entries"),
         ("pyext", 'rocm_archs = ["mi300"]\npyext', "rocm_archs: wanted entries like"),
         ("pyext", 'cuda-capabilities = ["9.0"]\npyext', "Unknown field cuda-capabilities"),

@@ -92,6 +92,7 @@ def test_it_is_clean(stamped, command):
         "forward",  # a function next to which it would stand
         "json",  # a module of Python
         "torch",
+        "numpy",  # installed: its imports would find ours
     ],
 )
 def test_a_name_that_cannot_be_used_is_refused_and_nothing_is_written(

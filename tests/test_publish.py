@@ -718,6 +718,13 @@ def test_token_that_is_not_accepted(
     assert writes(hub) == []
 
 
+def test_log_in_survives_a_passing_failure(hub: LocalHub, run: Run) -> None:
+    hub.faults.add("GET", "/whoami", status=503, times=2)
+    hub.faults.add("GET", "/overview", status=500, after=False)
+    out, _ = run()
+    assert "trust_remote_code" not in out, "a failing Hub is no untrusted publisher"
+
+
 def test_client_that_is_told_to_be_offline(
     hub: LocalHub, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

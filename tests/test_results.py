@@ -13,7 +13,14 @@ from monorepo.manifest import Manifest
 from monorepo.results import markdown, update, with_table
 
 ROOT = Path(__file__).resolve().parents[1]
-FACTS = {"device": "GPU X", "torch": "2.9", "triton": "3.5", "kernel": "toy", "bytes": 4e6}
+FACTS = {
+    "device": "GPU X",
+    "torch": "2.9",
+    "triton": "3.5",
+    "kernel": "toy",
+    "bytes": 4e6,
+    "build": "b",
+}
 
 
 def row(rival: str, us: float, **more: object) -> dict[str, object]:
@@ -26,8 +33,14 @@ def test_ratios_are_of_the_peer_to_us() -> None:
     rows += [row("ours", 7.0, dtype="float16"), row("ours", 9.0, operation="host", dtype=None)]
     table = markdown(rows)
     assert "| forward | 16 x 64 | 2.00 | 2.00 | 2.50 | - | - | 0.50 |" in table
-    assert "GPU X, torch 2.9, Triton 3.5, bfloat16" in table and "ours 9.0 us" in table
+    assert "GPU X, torch 2.9, Triton 3.5, bfloat16, build `b`" in table and "ours 9.0 us" in table
     assert "7.00" not in table
+
+
+def test_machines_are_not_mixed() -> None:
+    rows = [row("ours", 2.0), row("torch", 4.0), row("ours", 14.0, device="GPU Y")]
+    first, second = markdown(rows).split("GPU Y")
+    assert "| 2.00 | 2.00 | 2.00 |" in first and "| 14.00 | 0.29 | - |" in second
 
 
 def test_only_the_space_between_the_markers_changes() -> None:
@@ -39,7 +52,8 @@ def test_only_the_space_between_the_markers_changes() -> None:
 
 
 def test_a_number_changed_by_hand_is_found(tmp_path: Path) -> None:
-    for name in ("build.toml", "README.md", "docs", "rmsnorm"):
+    kernels = [kernel.name for kernel in Manifest.load(ROOT).kernels]
+    for name in ("build.toml", "README.md", "docs", *kernels):
         subprocess.run(["cp", "-r", ROOT / name, tmp_path / name], check=True)
     manifest = Manifest.load(tmp_path)
     update(manifest)

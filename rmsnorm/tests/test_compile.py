@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from .layouts import ROWS, fill
 from .oracle import DTYPES, part, problem
@@ -232,3 +233,26 @@ def test_fake_tensors(
         assert result.shape == shape and result.dtype is wanted
         assert result.is_contiguous() and result.device.type == device
     assert launches == {}
+
+
+def test_tracing_sees_the_operator(kernel: ModuleType, device: str) -> None:
+    """A launch is invisible to tracers: without gradients too, they have to get the operator."""
+    x, weight = torch.randn(3, 8, device=device), torch.randn(8, device=device)
+    traced = make_fx(lambda x, weight: kernel.rmsnorm(x, weight))(x, weight)
+    called = [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
+    assert any("rmsnorm" in name for name in called), called
+    other = torch.randn(3, 8, device=device)
+    assert torch.equal(traced(other, weight), kernel.rmsnorm(other, weight))
+
+
+def test_lazily_negated_tensors(kernel: ModuleType, device: str) -> None:
+    x, weight = torch.randn(3, 8, device=device), torch.randn(8, device=device)
+    wanted = kernel.rmsnorm(-x, weight)
+    assert torch.equal(kernel.rmsnorm(torch._neg_view(x), weight), wanted)
+    assert torch.equal(kernel.rmsnorm(x, torch._neg_view(weight)), wanted)
+
+
+def test_vmap(kernel: ModuleType, device: str) -> None:
+    x, weight = torch.randn(3, 2, 8, device=device), torch.randn(8, device=device)
+    got = torch.vmap(lambda each: kernel.rmsnorm(each, weight))(x)
+    assert torch.equal(got, kernel.rmsnorm(x, weight))

@@ -200,3 +200,11 @@ def test_forward_mode_is_refused(kernel: ModuleType, device: str, carrier: str) 
         )
         with pytest.raises(NotImplementedError, match="rmsnorm: .*forward-mode"):
             kernel.rmsnorm(**given)
+
+
+def test_more_rows_than_kernels_count(kernel: ModuleType) -> None:
+    """B04: a row number past 2^31 would wrap, and pass the mask as a negative one."""
+    rows = part(kernel, "api").MOST_ROWS + 1
+    x = torch.empty(1, 1, dtype=torch.float16).expand(rows, 1)
+    with pytest.raises(ValueError, match=f"at most {rows - 1} rows"):
+        kernel.rmsnorm(x)

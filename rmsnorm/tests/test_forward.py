@@ -349,3 +349,13 @@ def test_same_tensor_twice(kernel: ModuleType, device: str) -> None:
     y, total = kernel.add_rmsnorm(x, x)
     assert torch.equal(total, x + x)
     check_elements(y, Problem(x, residual=x).exact(), Problem(x, residual=x).peer())
+
+
+@pytest.mark.parametrize(
+    ("size", "eps"), ((1e-20, 0.0), (1e-15, 1e-30), (1e16, 1e35), (1.0, 1e38)), ids=str
+)
+@pytest.mark.parametrize("n", (64, 16400))
+def test_extreme_sizes(kernel: ModuleType, device: str, n: int, size: float, eps: float) -> None:
+    """What float32 holds is not lost on the way: no product with the number of columns."""
+    x = size * torch.randn(2, n, device=device)
+    check_forward(kernel, Problem(x, eps=eps))

@@ -238,3 +238,30 @@ def test_rows_past_2_to_the_31_elements(kernel: ModuleType, device: str, tmp_pat
         text=True,
     )
     assert finished.returncode == 0, finished.stderr[-2000:]
+
+
+def test_large_storage_is_left_to_triton_on_amd(
+    kernel: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There Triton compiles 32-bit addresses for storage below 2 GB: B04 by the way of a cache."""
+    launcher = part(kernel, "_shared.launcher")
+    monkeypatch.setattr(launcher, "_SHORT_ADDRESSES", 1024)
+    monkeypatch.setattr(launcher, "_compiled", {})
+    asked = []
+
+    class Compiles:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            def launch(*_: object, **__: object) -> object:
+                asked.append(grid)
+                return Compiled()
+
+            return launch
+
+    class Compiled:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            return lambda *_: None
+
+    small, large = torch.empty(16), torch.empty(1024)
+    for tensor, compilations in ((small, 1), (small, 1), (large, 2), (large[:16], 3), (small, 3)):
+        launcher.launch("key", Compiles(), 1, (tensor, None), (), {}, 1)
+        assert len(asked) == compilations

@@ -148,6 +148,7 @@ def _tree(files: dict[str, bytes]) -> bytes:
 
 
 def git(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Ask git about the repository of a directory; the answer may be a failure."""
     # A hook's GIT_DIR or GIT_INDEX_FILE would turn the question to another repository or index.
     own = ("GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY")
     environment = {key: value for key, value in os.environ.items() if key not in own}
@@ -293,20 +294,27 @@ def build(
     with _lock(kernel.path):
         sync(root, kernel)
         target.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in (made, old):
-            if leftover.exists():  # of a build that was killed
-                shutil.rmtree(leftover)
+        for leftover in (made, old):  # of a build that was killed
+            _remove(leftover)
         try:
             _write(kernel, chosen, made)
             if check is not None:
                 check(kernel, made)
-            if target.exists():
+            if target.is_symlink() or target.exists():
                 target.rename(old)
             made.rename(target)
         finally:
             for leftover in (made, old):
-                shutil.rmtree(leftover, ignore_errors=True)
+                _remove(leftover)
     return target
+
+
+def _remove(path: Path) -> None:
+    """Remove whatever is at a path; of a link, the link."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def _choose(kernel: Kernel, backends: Sequence[str] | None) -> list[str]:

@@ -95,6 +95,11 @@ class Faults:
             re.compile(path)
         except re.error as error:
             raise ValueError(f"path: wanted a regular expression, got {path!r}: {error}") from None
+        kinds = (("status", int), ("times", int), ("delay", (int, float)), ("headers", dict))
+        for name, kind in kinds:
+            value = getattr(fault, name)
+            if value is not None and not isinstance(value, kind):
+                raise ValueError(f"{name}: wanted {kind}, got {value!r}")
         if not (fault.status or fault.cut or fault.delay > 0):
             raise ValueError("wanted at least one of status, cut and delay")
         with self._lock:

@@ -290,6 +290,8 @@ def _check(file: Path, kernel: Kernel, branch: str | None) -> None:
     for extension in kernel.pyext:
         if not re.fullmatch(r"[\w.-]*\w", extension) or extension in ("pyc", "pyo"):
             raise _error(file, "torch-noarch.pyext", "extensions without the dot", extension)
+        if extension in ("so", "pyd", "dll", "dylib", "o", "a", "cubin", "hsaco"):
+            raise _error(file, "torch-noarch.pyext", "sources and data only", extension)
     for key, pattern, values in (
         ("cuda_capabilities", r"\d+\.\d+[af]?(\+PTX)?", kernel.cuda_capabilities),
         ("rocm_archs", r"gfx[0-9a-f]+", kernel.rocm_archs),

@@ -92,11 +92,20 @@ class Hub:
         return self._retry(doing, lambda: self._propose(branch, message, set(known)))
 
     def trusted(self) -> bool:
-        """Return whether `kernels` loads from the owner without `trust_remote_code`."""
+        """Return whether `kernels` loads from the owner without `trust_remote_code`.
+
+        Raises:
+            PublishError: If the Hub keeps failing.
+        """
+        return self._retry(f"ask who trusts the owner of {self.repo_id}", self._trusted)
+
+    def _trusted(self) -> bool:
         try:
             overview = self.api.get_organization_overview(self.repo_id.partition("/")[0])
-        except httpx2.HTTPError:
-            return False  # a user, for example: `kernels` asks the same and concludes the same
+        except HfHubHTTPError as error:
+            if error.response.status_code == 404:  # a user: `kernels` concludes the same
+                return False
+            raise
         return bool(getattr(overview, "trustedKernelPublisher", False))
 
     def url(self, revision: str) -> str:
@@ -274,14 +283,20 @@ def log_in(endpoint: str) -> HfApi:
     if token is None:
         raise PublishError(f"no token for {endpoint}. {_token_advice(endpoint)}")
     api = HfApi(endpoint=endpoint, token=token, library_name="roofline-kernels")
-    try:
-        api.whoami()
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        if status == 401:
-            advice = _token_advice(endpoint)
-            raise PublishError(f"{endpoint} does not accept the token (401). {advice}") from error
-        raise PublishError(f"{endpoint} answers {status} to a log-in: run it again") from error
-    except (httpx2.HTTPError, OfflineModeIsEnabled) as error:
-        raise PublishError(f"{endpoint} cannot be reached: {error}") from error
-    return api
+    for wait in (*WAITS, None):
+        try:
+            api.whoami()
+            return api
+        except HfHubHTTPError as error:
+            status = error.response.status_code
+            if status == 401:
+                advice = _token_advice(endpoint)
+                said = f"{endpoint} does not accept the token (401). {advice}"
+                raise PublishError(said) from error
+            if wait is None or not _may_pass(error):
+                said = f"{endpoint} answers {status} to a log-in: run it again"
+                raise PublishError(said) from error
+            time.sleep(wait)
+        except (httpx2.HTTPError, OfflineModeIsEnabled) as error:
+            raise PublishError(f"{endpoint} cannot be reached: {error}") from error
+    raise AssertionError("the last attempt returns or raises")

@@ -18,7 +18,16 @@ PEERS = ("torch", "torch.compile", "liger", "stream")
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return the table of one kernel's rows: a line a shape and operation, ratios to the peers."""
+    """Return the tables of one kernel's rows, one for each machine it was timed on."""
+    machines: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        key = tuple(str(row[fact]) for fact in ("device", "torch", "triton", "build"))
+        machines.setdefault(key, []).append(row)
+    return "\n\n".join(_table(found) for found in machines.values())
+
+
+def _table(rows: Sequence[Row]) -> str:
+    """Return the table of one machine: a line a shape and operation, ratios to the peers."""
     timed = {
         (row["operation"], tuple(row["shape"]), row["rival"]): row
         for row in rows
@@ -28,10 +37,10 @@ def markdown(rows: Sequence[Row]) -> str:
     shapes = list(dict.fromkeys(shape for _, shape, _ in timed))
     any_row = rows[0]
     lines = [
-        f"{any_row['device']}, torch {any_row['torch']}, Triton {any_row['triton']}, {SHOWN}. "
-        "Median of CUDA graph replays over rotating copies, in microseconds; then how many times "
-        "as long each peer took in the same run. `stream` is a bare element-wise sum that moves "
-        "the same bytes.",
+        f"{any_row['device']}, torch {any_row['torch']}, Triton {any_row['triton']}, {SHOWN}, "
+        f"build `{any_row['build']}`. Median of CUDA graph replays over rotating copies, in "
+        "microseconds; then how many times as long each peer took in the same run: below 1, it "
+        "was faster. `stream` is a bare element-wise sum that moves the same bytes.",
         "",
         "| operation | rows x hidden | us | TB/s | " + " | ".join(PEERS) + " |",
         "|---" * (4 + len(PEERS)) + "|",

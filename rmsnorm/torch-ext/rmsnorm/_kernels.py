@@ -19,9 +19,10 @@ def _columns(ptr, cols, mask):
 
 @triton.jit
 def _inverse_rms(sum_of_squares, n_cols, eps):
-    """Return 1 / sqrt(mean + eps), off by an ulp at most; the approximate rsqrt is off by two."""
+    """Return 1 / sqrt(mean + eps), each step rounded correctly: rsqrt alone is off by two ulp."""
     n = tl.zeros_like(sum_of_squares) + n_cols
-    return tl.sqrt_rn(tl.div_rn(n, sum_of_squares + n * eps))
+    mean = tl.div_rn(sum_of_squares, n)
+    return tl.div_rn(tl.zeros_like(mean) + 1.0, tl.sqrt_rn(mean + eps))
 
 
 @triton.jit

@@ -10,6 +10,8 @@ from . import ops
 from ._shared.checks import check_finite, check_float_dtype, check_float_tensor, check_like
 
 _ROUNDINGS = ("once", "before_weight")
+#: Kernels count rows with 32 bits, a tile beyond the last one included; offsets have 64.
+MOST_ROWS = 2**30
 
 
 def rmsnorm(
@@ -166,20 +168,26 @@ def _needs_operator(
 ) -> bool:
     """Return whether a call has to go through the dispatcher.
 
-    It costs more than the launch itself, so plain eager inference calls the implementation.
+    It costs more than the launch itself, so plain eager inference calls the implementation. What
+    has to see the operator: compilation, tracing and other modes, transforms of `torch.func`,
+    subclasses of tensors, lazily negated tensors, and gradients.
     """
-    if torch.compiler.is_compiling() or type(x) not in _PLAIN:
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._is_tracing()
+    ):
         return True
     if forward_ad._current_level >= 0:
         _refuse_tangents(x, residual, weight, bias)
-    if not torch.is_grad_enabled():
-        return False
-    return (
-        x.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (residual is not None and residual.requires_grad)
-        or (bias is not None and bias.requires_grad)
-    )
+    grad = torch.is_grad_enabled()
+    for tensor in (x, residual, weight, bias):
+        if tensor is not None and (
+            type(tensor) not in _PLAIN or tensor.is_neg() or (grad and tensor.requires_grad)
+        ):
+            return True
+    return False
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -216,6 +224,10 @@ def _check(
         raise ValueError(
             f"{function}: x must have at least one dimension and a last one of at least 1, "
             f"got shape {tuple(shape)}"
+        )
+    if x.numel() // shape[-1] > MOST_ROWS:
+        raise ValueError(
+            f"{function}: x must have at most {MOST_ROWS} rows, got shape {tuple(shape)}"
         )
     if residual is not None or function != "rmsnorm":
         check_like(function, "residual", residual, shape, x)

@@ -42,7 +42,7 @@ def forward(
     residual_data, residual_outer, residual_inner = residual or _NO_ROWS
     n = x_data.shape[-1]
     key = (
-        _kernels.rmsnorm_forward_kernel, x_data.get_device(), n, rows >> 31, period == 1,
+        _kernels.rmsnorm_forward_kernel, x_data.get_device(), n, period == 1,
         x_outer, x_inner, residual_outer, residual_inner,
         x_data.dtype, y.dtype, total_dtype, before_weight, rstd is None, total is None,
         residual_data is not None and residual_data.dtype,

@@ -25,8 +25,9 @@ def _epsilon(module: nn.Module) -> float:
 class RMSNorm(nn.Module):
     """RMSNorm as Llama in transformers computes it: rounded before the weight.
 
-    Reads `weight` [n] and `variance_epsilon` or `eps`. The result has the dtype of
-    `hidden_states` [..., n].
+    Not for models that multiply before they round (Olmo2, for example): those take the function
+    with `rounding="once"`. Reads `weight` [n] and `variance_epsilon` or `eps`. The result has the
+    dtype of `hidden_states` [..., n].
     """
 
     has_backward = True
@@ -42,7 +43,8 @@ class RMSNorm(nn.Module):
 class GemmaRMSNorm(nn.Module):
     """RMSNorm as Gemma computes it: times (1 + weight), all in float32, rounded once.
 
-    Reads `weight` [n] and `eps` or `variance_epsilon`.
+    Not for models that multiply before they round (Olmo2, for example): those take the function
+    with `rounding="once"`. Reads `weight` [n] and `eps` or `variance_epsilon`.
     """
 
     has_backward = True

@@ -12,6 +12,10 @@ from typing import Any
 import torch
 
 _compiled: dict[Hashable, Any] = {}
+#: Entries at most: strides are part of keys, and a server may see ever new ones.
+_MOST = 4096
+#: On AMD, Triton addresses tensors whose storage is below this many bytes with 32 bits.
+_SHORT_ADDRESSES = 2**31 if torch.version.hip is not None else None
 
 
 def launch(
@@ -26,9 +30,9 @@ def launch(
     """Launch a kernel on the current device, on a grid of one axis.
 
     Args:
-        key: Equal for two calls only if Triton would compile the same for both, alignment
-            aside: it has to tell the kernel, the device, which tensors are None, their dtypes,
-            the values of specialised integers, the constants and the warps.
+        key: Equal for two calls only if Triton would compile the same for both, alignment and
+            size of storage aside: it has to tell the kernel, the device, which tensors are None,
+            their dtypes, the values of specialised integers, the constants and the warps.
         kernel: A `@triton.jit` function whose parameters are tensors, scalars and constants.
         programs: Programs of the grid.
         tensors: The kernel's pointers, in order.
@@ -41,17 +45,21 @@ def launch(
     for tensor in tensors:
         if tensor is None:
             pointers.append(None)
-        else:
-            pointer = tensor.data_ptr()
-            bits |= pointer
-            pointers.append(pointer)
-    compiled = None if bits % 16 else _compiled.get(key)
+            continue
+        pointer = tensor.data_ptr()
+        bits |= pointer
+        pointers.append(pointer)
+        if _SHORT_ADDRESSES and tensor.untyped_storage().nbytes() >= _SHORT_ADDRESSES:
+            bits |= 1
+    # Data at odd addresses, and large ones on AMD, specialise by tensor: left to Triton.
+    usual = bits % 16 == 0
+    compiled = _compiled.get(key) if usual else None
     if compiled is not None:
         # Addresses instead of tensors: the launcher then asks the driver nothing about them.
         compiled[programs, 1, 1](*pointers, *scalars, *constants.values())
         return
     compiled = kernel[programs, 1, 1](*tensors, *scalars, **constants, num_warps=num_warps)
-    # Data at odd addresses specialise by tensor, and are left to Triton. The interpreter
-    # compiles nothing.
-    if bits % 16 == 0 and compiled is not None:
+    if usual and compiled is not None:  # the interpreter compiles nothing
+        if len(_compiled) >= _MOST:
+            _compiled.clear()
         _compiled[key] = compiled
