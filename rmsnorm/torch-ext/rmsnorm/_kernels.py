@@ -19,10 +19,16 @@ def _columns(ptr, cols, mask):
 
 @triton.jit
 def _inverse_rms(sum_of_squares, n_cols, eps):
-    """Return 1 / sqrt(mean + eps), each step rounded correctly: rsqrt alone is off by two ulp."""
+    """Return 1 / sqrt(mean + eps) to about an ulp: rsqrt alone is off by two.
+
+    The root of the quotient halves the quotient's error; a mean so small that its inverse would
+    overflow is taken 2^64 times, which is exact.
+    """
     n = tl.zeros_like(sum_of_squares) + n_cols
-    mean = tl.div_rn(sum_of_squares, n)
-    return tl.div_rn(tl.zeros_like(mean) + 1.0, tl.sqrt_rn(mean + eps))
+    mean = tl.div_rn(sum_of_squares, n) + eps
+    small = mean < 2.0**-100
+    inverse = tl.div_rn(tl.zeros_like(mean) + 1.0, tl.where(small, mean * 2.0**64, mean))
+    return tl.sqrt_rn(inverse) * tl.where(small, 2.0**32, 1.0)
 
 
 @triton.jit
