@@ -69,6 +69,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kernels", nargs="*", metavar="KERNEL", help="default: all")
     parser.add_argument("--log", type=Path, help="also write every timing here, as JSON lines")
+    parser.add_argument(
+        "--size", action="append", help="only problems of this size; entries of others are kept"
+    )
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--shares", type=int, default=os.cpu_count(), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -82,15 +85,20 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{kernel.name}: nothing to tune (no benchmarks/tuning.py)")
             continue
         searches = list(load_file(tuning).searches(load_built(kernel)))
+        path = kernel.source_dir / "configs" / f"{device}.json"
+        table: dict[str, Any] = {}
+        if arguments.size:
+            searches = [search for search in searches if str(search.size) in arguments.size]
+            table = json.loads(path.read_text()) if path.exists() else {}
         if arguments.share is not None:
             compile_share(searches, arguments.share, arguments.shares)
             continue
         command = [sys.executable, __file__, kernel.name, "--shares", str(arguments.shares)]
+        command += [f"--size={size}" for size in arguments.size or ()]
         workers = [subprocess.Popen([*command, "--share", str(i)]) for i in range(arguments.shares)]
         if any([worker.wait() for worker in workers]):
             print(f"error: {kernel.name}: a candidate does not compile", file=sys.stderr)
             return 1
-        table: dict[str, Any] = {}
         log = arguments.log.open("a") if arguments.log else None
         for search in tqdm(searches, disable=not sys.stderr.isatty()):
             best, microseconds, found = tune(search)
@@ -110,7 +118,6 @@ def main(argv: list[str] | None = None) -> int:
                     }  # fmt: skip
                     log.write(json.dumps(row) + "\n")
             torch.cuda.empty_cache()
-        path = kernel.source_dir / "configs" / f"{device}.json"
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(table, indent=1) + "\n")
         print(f"wrote {path.relative_to(ROOT)}")

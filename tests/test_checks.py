@@ -147,6 +147,14 @@ BROKEN_SOURCES = {
         {"_kernels.py": "import triton.language as tl\n\n\ndef f(p):\n    tl.atomic_add(p, 1)\n"},
         "_kernels.py:5: atomic_add: results repeat bit for bit",
     ),
+    "atomics on data": (
+        {
+            "_kernels.py": "import triton.language as tl\n\n\n"
+            "def f(p, x):\n    tl.atomic_add(p, 1, sem='acq_rel')\n"
+            "    tl.atomic_add(p, x, sem='acq_rel')\n"
+        },
+        "_kernels.py:6: atomic_add: results repeat bit for bit",
+    ),
     "autotune": (
         {"_kernels.py": "import triton\n\n\n@triton.autotune([], [])\ndef f(p): ...\n"},
         "autotune: nothing is timed at run time",

@@ -4,10 +4,10 @@ import math
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import ops
 from ._shared.checks import check_finite, check_float_dtype, check_float_tensor, check_like
+from ._shared.dispatch import needs_operator
 
 _ROUNDINGS = ("once", "before_weight")
 #: Kernels count rows with 32 bits, a tile beyond the last one included; offsets have 64.
@@ -54,7 +54,7 @@ def rmsnorm(
     """
     dtype = _check("rmsnorm", x, None, weight, bias, eps, offset, rounding, out_dtype, None)
     before_weight = rounding == "before_weight"
-    if _needs_operator(x, None, weight, bias):
+    if needs_operator("rmsnorm", x, weight, bias):
         y: Tensor = ops.rmsnorm(x, weight, bias, eps, offset, before_weight, dtype)[0]
         return y
     return ops.forward(
@@ -96,7 +96,7 @@ def rmsnorm_residual_fused(
         "rmsnorm_residual_fused", x, residual, weight, bias, eps, offset, rounding, out_dtype, None
     )
     before_weight = rounding == "before_weight"
-    if _needs_operator(x, residual, weight, bias):
+    if needs_operator("rmsnorm_residual_fused", x, residual, weight, bias):
         y: Tensor = ops.add_rmsnorm(
             x, residual, weight, bias, eps, offset, before_weight, dtype, residual.dtype
         )[0]
@@ -151,7 +151,7 @@ def add_rmsnorm(
     )
     before_weight = rounding == "before_weight"
     total_dtype = residual.dtype if residual_dtype is None else residual_dtype
-    if _needs_operator(x, residual, weight, bias):
+    if needs_operator("add_rmsnorm", x, residual, weight, bias):
         y, total, _ = ops.add_rmsnorm(
             x, residual, weight, bias, eps, offset, before_weight, dtype, total_dtype
         )
@@ -161,48 +161,6 @@ def add_rmsnorm(
     )
     assert total is not None
     return y, total
-
-
-def _needs_operator(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None
-) -> bool:
-    """Return whether a call has to go through the dispatcher.
-
-    It costs more than the launch itself, so plain eager inference calls the implementation. What
-    has to see the operator: compilation, tracing and other modes, transforms of `torch.func`,
-    subclasses of tensors, lazily negated tensors, and gradients.
-    """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._is_tracing()
-    ):
-        return True
-    if forward_ad._current_level >= 0:
-        _refuse_tangents(x, residual, weight, bias)
-    grad = torch.is_grad_enabled()
-    for tensor in (x, residual, weight, bias):
-        if tensor is not None and (
-            type(tensor) not in _PLAIN or tensor.is_neg() or (grad and tensor.requires_grad)
-        ):
-            return True
-    return False
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def _refuse_tangents(*tensors: Tensor | None) -> None:
-    """Raise for forward-mode differentiation, which operators drop without a word."""
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        dual = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
-        if dual.tangent is not None:
-            raise NotImplementedError(
-                "rmsnorm: there is no forward-mode derivative; use reverse mode (backward)"
-            )
 
 
 def _check(
