@@ -45,6 +45,9 @@ def split_collect(
         slot = program * 2 + (tile != (program * per) // steps).to(tl.int32)
         # From L2: other multiprocessors wrote them.
         at = parts_ptr + slot.to(tl.int64) * SIZE + offsets
-        total += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+        if mask is None:
+            total += tl.load(at, cache_modifier=".cg")
+        else:
+            total += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
     tl.store(arrivals_ptr + tile, 0)
     return total

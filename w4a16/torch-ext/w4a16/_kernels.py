@@ -242,15 +242,30 @@ def w4a16_gemm_kernel(
             tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=y_mask)
         else:
             SIZE: tl.constexpr = BLOCK_M * BLOCK_N
-            UNROLL: tl.constexpr = 4 if BLOCK_M <= 16 else 1  # as many registers as sums
+            UNROLL: tl.constexpr = 4 if BLOCK_M <= 32 else (2 if BLOCK_M <= 64 else 1)
             parts = parts_ptr.to(tl.pointer_type(tl.float32))
-            offsets = rm[None, :] * BLOCK_N + rn[:, None]
+            if BLOCK_M <= 16:
+                # Few tokens: only those that are there, a line of rows each.
+                offsets = rm[None, :] * BLOCK_N + rn[:, None]
+                part_mask = mask
+            else:
+                offsets = rn[:, None] * BLOCK_M + rm[None, :]
+                part_mask = None
             if split_arrive(
-                acc, tile, steps, per, program, parts, arrivals_ptr, offsets, mask, SIZE
+                acc, tile, steps, per, program, parts, arrivals_ptr, offsets, part_mask, SIZE
             ):
                 total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
                 total = split_collect(
-                    total, tile, steps, per, parts, arrivals_ptr, offsets, mask, SIZE, UNROLL
+                    total,
+                    tile,
+                    steps,
+                    per,
+                    parts,
+                    arrivals_ptr,
+                    offsets,
+                    part_mask,
+                    SIZE,
+                    UNROLL,
                 )
                 if b_ptr is not None:
                     total += tl.load(b_ptr + rows).to(tl.float32)[:, None]
