@@ -14,9 +14,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import sass
 
 # The same on every target.
 MAX_THREADS = 1024
@@ -135,9 +136,9 @@ def problems(launch: Launch, shared_memory: int) -> list[str]:
         )
     if any(size > limit for size, limit in zip(launch.grid, MAX_GRID, strict=True)):
         found.append(f"grid {launch.grid} exceeds {MAX_GRID}")
-    for what, amount in spills(launch).items():
-        if amount:
-            found.append(f"spills: {what} {amount}")
+    spilled = [f"spills: {what} {amount}" for what, amount in spills(launch).items() if amount]
+    if spilled and not _spills_aside(launch):
+        found += spilled
     for what, kind, pattern in (
         ("float64", "ptx", r"^.*\.f64\b.*$"),
         ("float64", "amdgcn", r"^\s+v_\w*_f64.*$"),
@@ -151,6 +152,17 @@ def problems(launch: Launch, shared_memory: int) -> list[str]:
     return found
 
 
+def _spills_aside(launch: Launch) -> bool:
+    """Return whether the loop that multiplies matrices is as good as free of what was spilled.
+
+    Large tiles fill the registers with sums. What they keep in memory around the loop costs
+    nothing; inside it, it may take one instruction in a hundred.
+    """
+    loop = sass.hot_loop(launch.files["cubin"]) if "cubin" in launch.files else []
+    touching = sum(sass.operation(each).startswith(("LDL", "STL")) for each in loop)
+    return bool(loop) and touching <= len(loop) / 100
+
+
 def spills(launch: Launch) -> dict[str, int]:
     """Return what the compiled code keeps in memory for want of registers, by the tool's names."""
     if "cubin" in launch.files:
@@ -159,7 +171,8 @@ def spills(launch: Launch) -> dict[str, int]:
         names, pattern = ["STACK", "LOCAL"], r"\b{}:(\d+)"
     else:
         usage = Path(launch.files["amdgcn"]).read_text()
-        names = [".vgpr_spill_count", ".sgpr_spill_count", ".private_segment_fixed_size"]
+        # Spilled scalar registers go to lanes of vector registers, not to memory.
+        names = [".vgpr_spill_count", ".private_segment_fixed_size"]
         pattern = r"(?m)^\s+{}:\s+(\d+)$"
     amounts = {}
     for name in names:
@@ -171,8 +184,5 @@ def spills(launch: Launch) -> dict[str, int]:
 
 def _resource_usage(cubin: str) -> str:
     """Return what the cuobjdump that comes with Triton says of a binary."""
-    spec = find_spec("triton")
-    assert spec and spec.origin
-    cuobjdump = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    command = [str(cuobjdump), "--dump-resource-usage", cubin]
+    command = [sass.tool("cuobjdump"), "--dump-resource-usage", cubin]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -164,18 +164,15 @@ def load(
     quantization = config.quantization_config
     tensors = load_file(folder / "model.safetensors", device=str(device))
     model = LlamaForCausalLM(config).to(device, dtype).eval()
-    for name in projections(model):
-        parts = {
-            key.removeprefix(f"{name}."): tensors.pop(key)
-            for key in list(tensors)
-            if key.startswith(f"{name}.")
-        }
+    names = list(projections(model))
+    for name in names:
+        keys = [key for key in tensors if key.startswith(f"{name}.")]
+        parts = {key.removeprefix(f"{name}."): tensors.pop(key) for key in keys}
         model.set_submodule(name, convert(kernel, quantization, parts).to(dtype))
     missing, unexpected = model.load_state_dict(tensors, strict=False)
-    quantised = [key for key, _ in model.named_modules() if key in projections_of(kernel, model)]
-    lost = [key for key in missing if key.rpartition(".")[0] not in quantised]
-    if lost or unexpected:
-        raise ValueError(f"load: wanted every tensor once, got {unexpected} and none of {lost}")
+    missing = [key for key in missing if key.rpartition(".")[0] not in names]
+    if missing or unexpected:
+        raise ValueError(f"load: wanted each tensor once, missing {missing}, left {unexpected}")
     return model.requires_grad_(False)
 
 
@@ -196,3 +193,23 @@ def convert(
         options = {"shape": parts.pop("weight_shape"), "g_idx": parts.pop("weight_g_idx", None)}
         return kernel.W4A16Linear.from_compressed_tensors(**parts, **options)
     raise ValueError(f"convert: quant_method must be one of those above, got {method!r}")
+
+
+def with_weights(
+    model: LlamaForCausalLM, dense: dict[str, Tensor], dtype: torch.dtype
+) -> LlamaForCausalLM:
+    """Return a copy of a loaded model in `dtype` whose layers hold these weights in full."""
+    plain = LlamaForCausalLM(model.config).to(model.device, dtype).eval().requires_grad_(False)
+    # What the packed layers have beside the bias has no place here, and their weights come next.
+    plain.load_state_dict(model.state_dict(), strict=False)
+    plain.load_state_dict(
+        {f"{name}.weight": weight for name, weight in dense.items()}, strict=False
+    )
+    return plain
+
+
+def logits(model: LlamaForCausalLM) -> Tensor:
+    """Return the logits `[1, 8, vocabulary]` of eight tokens."""
+    tokens = torch.arange(8, device=model.device)[None] * 31 % model.config.vocab_size
+    with torch.no_grad():
+        return model(tokens).logits

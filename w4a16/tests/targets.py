@@ -15,10 +15,11 @@ import torch
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 #: Out x in features of the heuristic's launches, and the tokens of each bucket.
 SIZES = (11008, 4096)
+LARGE = (28672, 8192)
 TOKENS = (1, 16, 32, 64, 128, 512)
 MULTIPROCESSORS = 108
-# Shared memory of the devices that tables ship for: H200.
-TUNED_ON = 227 * 1024
+#: What the devices that tables ship for are: H200.
+TUNED_ON = 90
 
 
 def launches(kernel: ModuleType, shared_memory: int) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -35,15 +36,14 @@ def launches(kernel: ModuleType, shared_memory: int) -> Iterator[tuple[str, Call
     for tokens in (8, 64, 128):
         tile = call.heuristic(tokens)
         for group_size in (32, 64):
-            fine = call.heuristic(tokens, fine=True)
-            yield call.gemm(tokens, fine, HALF, group_size=group_size)
+            yield call.gemm(tokens, tile, HALF, group_size=group_size)
         yield call.gemm(tokens, tile, BFLOAT, zeros=torch.int16)
         yield call.gemm(tokens, tile, HALF, zeros=torch.int16, k=4064, bias=HALF)
-        fine = call.heuristic(tokens, fine=True)
-        yield call.gemm(tokens, fine, HALF, zeros=torch.int16, group_size=32)
+        yield call.gemm(tokens, tile, HALF, zeros=torch.int16, group_size=32)
+        if tokens > call.config.MOST_FUSED_AFTER:
+            continue
         after = call.heuristic(tokens, after_only=True)
         yield call.gemm(tokens, after, HALF, zeros=torch.float32, scales=FLOAT, bias=FLOAT)
-        after = call.heuristic(tokens, after_only=True, fine=True)
         yield call.gemm(
             tokens, after, BFLOAT, zeros=torch.float32, scales=FLOAT, group_size=32, k=4064
         )
@@ -63,23 +63,25 @@ class Calls:
         self.device = importlib.import_module(f"{kernel.__name__}._shared.device")
         self.shared_memory = shared_memory
 
-    def heuristic(self, tokens: int, *, fine: bool = False, after_only: bool = False) -> Any:
+    def heuristic(
+        self, tokens: int, *, after_only: bool = False, sizes: tuple[int, int] = SIZES
+    ) -> Any:
         return self.config.heuristic(
             self.config.bucket(tokens),
-            *SIZES,
-            fine=fine,
+            *sizes,
             after_only=after_only,
             multiprocessors=MULTIPROCESSORS,
             shared_memory=self.shared_memory,
-            nvidia=self.device.on_nvidia(),
+            arch=self.device.target_arch(),
         )
 
     def by_heuristic(self) -> Iterator[tuple[int, Any]]:
         for tokens in TOKENS:
-            yield tokens, self.heuristic(tokens)
+            for sizes in (SIZES, LARGE):
+                yield tokens, self.heuristic(tokens, sizes=sizes)
 
     def tuned(self) -> Iterator[tuple[int, Any]]:
-        if self.shared_memory < TUNED_ON or not self.device.on_nvidia():
+        if self.device.target_arch() != TUNED_ON:
             return  # no device of this target takes these tables
         for path in sorted(self.config.CONFIGS.glob("*.json")):
             for by_size in json.loads(path.read_text())["gemm"].values():

@@ -1,5 +1,6 @@
 """Launch configurations: what was tuned on a device, else a heuristic on sizes alone."""
 
+import dataclasses
 import functools
 import pathlib
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from ._shared.device import (
     on_nvidia,
     shared_memory,
     smallest_dot,
+    target_arch,
 )
 
 #: Fewest tokens of a tile.
@@ -74,9 +76,8 @@ DEQUANTIZE = DequantizeConfig(64, 8)
 
 def tuned(entry: Mapping[str, int]) -> GemmConfig:
     """Return the configuration of a table's entry."""
-    fields = dict(entry)
-    fields["block_m"] = max(fields["block_m"], SMALLEST_M)
-    return GemmConfig(**{**fields, "scale_before": bool(fields["scale_before"])})
+    config = GemmConfig(**entry)  # type: ignore[arg-type]  # JSON's true and false are bools
+    return dataclasses.replace(config, block_m=max(config.block_m, SMALLEST_M))
 
 
 def bucket(tokens: int) -> int:
@@ -99,11 +100,10 @@ def heuristic(
     n: int,
     k: int,
     *,
-    fine: bool,
     after_only: bool,
     multiprocessors: int,
     shared_memory: int,
-    nvidia: bool,
+    arch: int,
 ) -> GemmConfig:
     """Return a configuration for a product that no table holds.
 
@@ -111,29 +111,34 @@ def heuristic(
         tokens: A bucket of `bucket`.
         n: Output features.
         k: Input features.
-        fine: Whether groups are smaller than 128.
         after_only: Whether scales have to be applied after the product.
         multiprocessors: Multiprocessors (compute units) of the device.
         shared_memory: Bytes of shared memory (LDS) that a program may use.
-        nvidia: Whether the target is NVIDIA's: operands of 8 tokens, two warps a program.
+        arch: Compute capability, 90 for instance; 0 for AMD.
     """
-    if nvidia:
+    # Steps of all tiles of 128 rows a multiprocessor: what there is to share.
+    share = -(-n // 128) * -(-k // 128) // multiprocessors
+    if arch:
+        small, smaller = share < 32, share < 16
         block_m, block_n, warps, stages, before, resident = {
-            8: (SMALLEST_M, 128, 2, 4, False, 4),
-            16: (16, 128, 2, 3, False, 4),
-            32: (32, 128, 4, 3, False, 3),
-            64: (64, 128, 4, 4, True, 2),
-        }.get(tokens, (128, 128, 4, 3, True, 1))
+            8: (SMALLEST_M, 64, 2, 3, False, 4) if small else (SMALLEST_M, 128, 2, 4, False, 4),
+            16: (16, 64, 2, 3, False, 4) if small else (16, 128, 2, 3, False, 4),
+            32: (32, 64, 4, 4, False, 2) if smaller else (32, 128, 4, 3, False, 3),
+        }.get(tokens, (64, 128, 4, 3, True, 2))
+        if arch < 90 and tokens >= 64:
+            # Every warp keeps its operands in registers: they are shared out among more warps.
+            block_m, warps, resident = min(tokens, 128), 8, 1
+        elif arch == 90 and tokens > (128 if smaller else 64):
+            block_m = 128
     else:
         block_m, block_n, warps, stages, before, resident = {
             8: (16, 64, 4, 2, False, 4),
             16: (16, 64, 4, 2, False, 4),
             32: (32, 64, 4, 2, False, 2),
-            64: (64, 128, 4, 2, True, 2),
-        }.get(tokens, (128, 128, 8, 2, True, 1))
-    if after_only and block_m >= 64:
-        # The product needs registers of its own beside the sum; more where it comes in parts.
-        block_m, block_n, warps, before = (32, 128, 4, False) if fine else (64, 128, 4, False)
+        }.get(tokens, (64, 128, 8, 2, True, 2))
+    if after_only and block_m >= 32:
+        # The product needs registers of its own beside the sum, its correction some more.
+        block_m, block_n, warps, before = 32, 64, 4, False
     while stages > 2 and stages * step_bytes(block_m, block_n) > shared_memory:
         stages -= 1
     config = GemmConfig(block_m, block_n, warps, stages, before, 0, 1)
@@ -151,9 +156,7 @@ def step_bytes(block_m: int, block_n: int) -> int:
 
 
 @functools.cache
-def gemm_config(
-    tokens: int, n: int, k: int, fine: bool, after_only: bool, device: torch.device
-) -> GemmConfig:
+def gemm_config(tokens: int, n: int, k: int, after_only: bool, device: torch.device) -> GemmConfig:
     """Return the configuration of a product; `tokens` is a bucket of `bucket`."""
     entry = table.find(
         table.load(CONFIGS, device_name(device)), "gemm", "16bit", f"{k}x{n}", tokens
@@ -166,9 +169,8 @@ def gemm_config(
         tokens,
         n,
         k,
-        fine=fine,
         after_only=after_only,
         multiprocessors=multiprocessor_count(device),
         shared_memory=shared_memory(device),
-        nvidia=has_triton() and on_nvidia(),
+        arch=target_arch() if has_triton() and on_nvidia() else 0,
     )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from . import formats
+from ._shared import arrivals
 from ._shared.checks import check_float_tensor, describe
 from .api import quantize, w4a16_gemm
 from .weight import W4Weight
@@ -172,5 +173,6 @@ class W4A16Linear(nn.Module):
                 return fn(tensor.view(_BITS[tensor.element_size()])).view(tensor.dtype)
             return fn(tensor)
 
-        super()._apply(convert, recurse)
+        super()._apply(convert, recurse)  # type: ignore[no-untyped-call]
+        arrivals.reserve(self.qweight.device)
         return self

@@ -34,8 +34,7 @@ def gemm(x: Tensor, weight: W4Weight, bias: Tensor | None) -> Tensor:
             by_dequantizing(rows, weight, bias, y.view(tokens, n))
         else:
             tokens = config.bucket(tokens)
-            fine = 0 < weight.group_size < 128
-            tile = config.gemm_config(tokens, n, k, fine, after_only, x.device)
+            tile = config.gemm_config(tokens, n, k, after_only, x.device)
             fused(_in_place(rows), weight, bias, y, tile)
     return y
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from ._shared import arrivals
 from ._shared.checks import describe
 
 BITS = 4
@@ -145,7 +146,9 @@ class W4Weight:
                 ("perm", self.perm),
             )
         }
-        return dataclasses.replace(self, **parts)  # type: ignore[arg-type]
+        weight = dataclasses.replace(self, **parts)  # type: ignore[arg-type]
+        arrivals.reserve(weight.device)
+        return weight
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> W4Weight:
         """Return the same weight on a device; dtypes are part of the format and stay."""
@@ -189,14 +192,10 @@ class W4Weight:
                 f"got {describe(sizes)}"
             )
         in_features, group_size = (int(size) for size in sizes.tolist())
-        return cls(
-            tensors["qweight"],
-            tensors["scales"],
-            tensors.get("zeros"),
-            tensors.get("perm"),
-            in_features,
-            group_size,
-        )
+        qweight, scales = tensors["qweight"], tensors["scales"]
+        zeros, perm = tensors.get("zeros"), tensors.get("perm")
+        arrivals.reserve(qweight.device)
+        return cls(qweight, scales, zeros, perm, in_features, group_size)
 
 
 def pack_codes(codes: Tensor) -> Tensor:
@@ -260,6 +259,7 @@ def pack(
         zeros = zeros.to(torch.int16)
         if not zeros.is_meta and bool((zeros == 8).all()):
             zeros = None
+    arrivals.reserve(codes.device)
     return W4Weight(
         pack_codes(codes),
         scales.contiguous(),

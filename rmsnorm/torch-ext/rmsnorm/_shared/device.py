@@ -42,6 +42,27 @@ def _reference_on_gpu() -> bool:
     return False
 
 
+@functools.cache
+def on_nvidia() -> bool:
+    """Return whether kernels are compiled for NVIDIA GPUs; false in the interpreter."""
+    return not INTERPRETED and target_arch() > 0
+
+
+@functools.cache
+def target_arch() -> int:
+    """Return the compute capability that Triton compiles for, 90 for instance; 0 for AMD."""
+    target = triton.runtime.driver.active.get_current_target()
+    return int(target.arch) if target.backend == "cuda" else 0
+
+
+def smallest_dot() -> int:
+    """Return the fewest columns of a `tl.dot`: Triton 3.4 refuses fewer than 16."""
+    if triton is None:
+        return 8
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return 16 if version < (3, 5) else 8
+
+
 def device_guard(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     """Return a context in which the device of `tensor` is the current one.
 

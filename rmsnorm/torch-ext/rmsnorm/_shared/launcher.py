@@ -26,6 +26,7 @@ def launch(
     scalars: tuple[int | float, ...],
     constants: dict[str, Any],
     num_warps: int,
+    max_registers: int = 0,
 ) -> None:
     """Launch a kernel on the current device, on a grid of one axis.
 
@@ -39,6 +40,7 @@ def launch(
         scalars: The kernel's numbers, in order.
         constants: The kernel's compile-time constants, in order.
         num_warps: Warps of a program.
+        max_registers: The most registers a thread may take (NVIDIA); 0 leaves it to the compiler.
     """
     pointers: list[int | None] = []
     bits = 0
@@ -58,7 +60,10 @@ def launch(
         # Addresses instead of tensors: the launcher then asks the driver nothing about them.
         compiled[programs, 1, 1](*pointers, *scalars, *constants.values())
         return
-    compiled = kernel[programs, 1, 1](*tensors, *scalars, **constants, num_warps=num_warps)
+    options = {"num_warps": num_warps}
+    if max_registers:  # no option of Triton's other backends
+        options["maxnreg"] = max_registers
+    compiled = kernel[programs, 1, 1](*tensors, *scalars, **constants, **options)
     if usual and compiled is not None:  # the interpreter compiles nothing
         if len(_compiled) >= _MOST:
             _compiled.clear()

@@ -34,7 +34,7 @@ def load(directory: pathlib.Path, device: str) -> Mapping[str, Any]:
 
 
 def find(
-    table: Mapping[str, Any], operation: str, dtype: str, size: int, rows: int
+    table: Mapping[str, Any], operation: str, dtype: str, size: int | str, rows: int
 ) -> Mapping[str, int] | None:
     """Return the entry tuned for the nearest number of rows, or None if the size is not there.
 

@@ -45,9 +45,14 @@ def _reference_on_gpu() -> bool:
 @functools.cache
 def on_nvidia() -> bool:
     """Return whether kernels are compiled for NVIDIA GPUs; false in the interpreter."""
-    if INTERPRETED:
-        return False
-    return bool(triton.runtime.driver.active.get_current_target().backend == "cuda")
+    return not INTERPRETED and target_arch() > 0
+
+
+@functools.cache
+def target_arch() -> int:
+    """Return the compute capability that Triton compiles for, 90 for instance; 0 for AMD."""
+    target = triton.runtime.driver.active.get_current_target()
+    return int(target.arch) if target.backend == "cuda" else 0
 
 
 def smallest_dot() -> int:

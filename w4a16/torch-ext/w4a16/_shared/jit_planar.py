@@ -10,7 +10,6 @@ e = 9 in float16 and 6 in bfloat16, where the multiplier is the largest power of
 import triton
 import triton.language as tl
 
-
 #: 2^e, which the caller owes the results.
 PLANAR_FLOAT16 = tl.constexpr(512.0)
 PLANAR_BFLOAT16 = tl.constexpr(64.0)
@@ -48,7 +47,7 @@ def planar_zero(zero, DTYPE: tl.constexpr, ASM: tl.constexpr):
 def planar_eight(DTYPE: tl.constexpr):
     # The same for the zero point of symmetric weights, as a scalar.
     SCALE: tl.constexpr = PLANAR_FLOAT16 if DTYPE == tl.float16 else PLANAR_BFLOAT16
-    return tl.full((), -8.0 / SCALE, DTYPE)
+    return tl.full((), -8.0 / SCALE, tl.float32).to(DTYPE)  # the interpreter fills no bfloat16
 
 
 @triton.jit
