@@ -28,7 +28,7 @@ def bytes_stored(instruction: str) -> int:
 
 @pytest.mark.parametrize("triton", TRITONS, ids=lambda triton: f"triton-{triton or 'here'}")
 @pytest.mark.parametrize(
-    "target", [target for target in MANIFEST.targets if target.arch in ARCHS], ids=name_of
+    "target", [target for target in MANIFEST.targets if str(target.arch) in ARCHS], ids=name_of
 )
 def test_weights_stay_in_registers(
     target: Target,

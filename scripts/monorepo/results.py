@@ -36,6 +36,8 @@ def _table(rows: Sequence[Row]) -> str:
     host = {row["rival"]: row["median_us"] for row in rows if row["operation"] == "host"}
     shapes = list(dict.fromkeys(shape for _, shape, _ in timed))
     any_row = rows[0]
+    if all(len(shape) == 3 for shape in shapes):
+        return _product_table(any_row, timed, host)
     lines = [
         f"{any_row['device']}, torch {any_row['torch']}, Triton {any_row['triton']}, {SHOWN}, "
         f"build `{any_row['build']}`. Median of CUDA graph replays over rotating copies, in "
@@ -62,6 +64,40 @@ def _table(rows: Sequence[Row]) -> str:
                 f"{ours['bytes'] / time / 1e6:.2f}",
                 *ratios,
             ]
+            lines.append("| " + " | ".join(cells) + " |")
+    if host:
+        costs = ", ".join(f"{rival} {cost:.1f} us" for rival, cost in host.items())
+        lines += ["", f"Host cost of one eager call: {costs}."]
+    return "\n".join(lines)
+
+
+def _product_table(any_row: Row, timed: dict[Any, Row], host: dict[str, float]) -> str:
+    """Return the table of products (tokens, in, out): a line a number of tokens, a column a shape.
+
+    Each cell holds how many times as long torch's product of 16-bit weights took, and our time.
+    """
+    operations = list(dict.fromkeys(operation for operation, _, _ in timed))
+    sizes = list(dict.fromkeys(shape[1:] for _, shape, _ in timed))
+    lines = [
+        f"{any_row['device']}, torch {any_row['torch']}, Triton {any_row['triton']}, {SHOWN}, "
+        f"build `{any_row['build']}`. How many times as long `F.linear` (cuBLAS) takes on the "
+        "dequantised weight, in the same run, and our time in microseconds: median of CUDA graph "
+        "replays over rotating weights. Below 1, cuBLAS was faster.",
+    ]
+    for operation in operations:
+        titles = " | ".join(f"{k} x {n}" for k, n in sizes)
+        lines += ["", f"| {operation}: tokens | {titles} |", "|---" * (1 + len(sizes)) + "|"]
+        tokens = dict.fromkeys(shape[0] for name, shape, _ in timed if name == operation)
+        for count in tokens:
+            cells = [str(count)]
+            for k, n in sizes:
+                ours = timed.get((operation, (count, k, n), "ours"))
+                peer = timed.get((operation, (count, k, n), "torch"))
+                if ours is None or peer is None:
+                    cells.append("-")
+                    continue
+                time = ours["median_us"]
+                cells.append(f"{peer['median_us'] / time:.2f} ({time:.1f})")
             lines.append("| " + " | ".join(cells) + " |")
     if host:
         costs = ", ".join(f"{rival} {cost:.1f} us" for rival, cost in host.items())
