@@ -10,7 +10,7 @@ import pytest
 from compile_driver import Launch
 from monorepo.manifest import Target
 from sass import hot_loop, operation
-from test_targets import MANIFEST, launches_of, name_of  # noqa: F401: a fixture
+from test_targets import MANIFEST, launches_of, name_of
 
 TRITONS = ["3.4", None, "3.9"]  # None: the one of the environment
 ARCHS = ("80", "90")
@@ -33,7 +33,7 @@ def bytes_stored(instruction: str) -> int:
 def test_weights_stay_in_registers(
     target: Target,
     triton: str | None,
-    builds: dict[str, Path],  # noqa: F811
+    builds: dict[str, Path],
 ) -> None:
     (kernel,) = (kernel for kernel in MANIFEST.kernels if kernel.name == "w4a16")
     assert kernel.repo_id is not None

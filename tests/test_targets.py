@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from compile_driver import Launch, problems
-from monorepo import artifact
 from monorepo.manifest import Kernel, Manifest, Target
 
 ROOT = Path(__file__).parents[1]
@@ -29,16 +28,6 @@ def name_of(value: object) -> str:
     if isinstance(value, Target):
         return f"{value.backend}-{value.arch}"
     return value.name if isinstance(value, Kernel) else f"triton-{value}"
-
-
-@pytest.fixture(scope="session")
-def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The directory each kernel is built in, by repository; built anew, so never stale."""
-    out = tmp_path_factory.mktemp("builds")
-    return {
-        kernel.repo_id: artifact.build(ROOT, kernel, backends=["cpu"], out=out)
-        for kernel in MANIFEST.kernels
-    }
 
 
 def launches_of(

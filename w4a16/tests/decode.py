@@ -1,5 +1,6 @@
 """The launches whose machine code is looked at: decoding, on the tiles that are taken for it."""
 
+import dataclasses
 import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +14,11 @@ def launches(kernel: ModuleType, shared_memory: int) -> Iterator[tuple[str, Call
     targets = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(targets)
     call = targets.Calls(kernel, shared_memory)
-    tiles = {(n, tile) for n, tile in (*call.by_heuristic(), *call.tuned()) if tile.block_m <= 16}
-    for tokens, tile in sorted(tiles, key=str):
-        for dtype in (targets.HALF, targets.BFLOAT):
-            yield call.gemm(tokens, tile, dtype)
-            yield call.gemm(tokens, tile, dtype, zeros=targets.torch.int16)
+    tiles = {
+        (tokens, dataclasses.replace(tile, programs=targets.MULTIPROCESSORS))
+        for tokens, tile in (*call.by_heuristic(), *call.tuned())
+        if tile.block_m <= 16
+    }
+    for tile in sorted({tile for _, tile in tiles}, key=str):
+        yield call.gemm(tile.block_m, tile, targets.HALF)
+        yield call.gemm(tile.block_m, tile, targets.BFLOAT, zeros=targets.torch.int16)

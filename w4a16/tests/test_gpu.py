@@ -32,11 +32,12 @@ def test_real_sizes(
 ) -> None:
     n, k = size
     w = weight(kernel, n, k, group_size=group_size, zeros=zeros, scales=dtype, device="cuda")
+    dense = exact_weight(kernel, w)
     bias = torch.randn(n, device="cuda", dtype=dtype)
     for tokens in TOKENS:
         x = torch.randn(tokens, k, device="cuda", dtype=dtype)
         y = kernel.w4a16_gemm(x, w, bias)
-        check(kernel, x, w, bias, y)
+        check(kernel, x, w, bias, y, dense)
         assert torch.equal(y, kernel.w4a16_gemm(x, w, bias))
     assert torch.equal(kernel.dequantize(w, torch.float32).double(),
                        exact_weight(kernel, w).float().double()) or zeros == "float"  # fmt: skip

@@ -101,12 +101,12 @@ def test_large_scales_and_activations(kernel: ModuleType, device: str) -> None:
 def test_each_tile_alone(kernel: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cases B08, B61, B62, B41: any number of programs, on outputs and workspace full of NaN."""
     config, ops = part(kernel, "config"), part(kernel, "ops")
-    empty = torch.empty
+    new_empty = torch.Tensor.new_empty
 
-    def poisoned(*shape, **options):
-        return empty(*shape, **options).fill_(-1)  # NaN as float32
+    def poisoned(tensor: torch.Tensor, *shape, **options) -> torch.Tensor:
+        return new_empty(tensor, *shape, **options).fill_(-1)  # NaN as float32
 
-    monkeypatch.setattr(ops.torch, "empty", poisoned)
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
     tokens, n, k = 20, 136, 416
     w = weight(kernel, n, k, zeros="integer", group_size=64, device=device)
     x = torch.randn(tokens, k, device=device, dtype=HALF)

@@ -45,6 +45,15 @@ def _w4a16_row(values_ptr, row, n, rows):
     return tl.load(values_ptr + row.to(tl.int64) * n + rows)
 
 
+@triton.jit
+def _w4a16_factor(scale, DTYPE: tl.constexpr, EXPONENT: tl.constexpr):
+    # A scale for weights that are scaled before the product. In its own 16 bits this is exact.
+    if scale.dtype == DTYPE:
+        return (scale * EXPONENT).to(DTYPE)[:, None]
+    else:
+        return (scale.to(tl.float32) * EXPONENT).to(DTYPE)[:, None]
+
+
 @triton.jit(do_not_specialize=_SCALARS)
 def w4a16_gemm_kernel(
     x_ptr,  # [m, k], rows x_stride16 * 16 elements apart
@@ -135,7 +144,7 @@ def w4a16_gemm_kernel(
                     addend = eight
                 w0, w1, w2, w3 = planar_unpack4(words, addend, DTYPE, ASM)
                 if SCALE_BEFORE:
-                    factor = (scale * EXPONENT).to(DTYPE)[:, None]
+                    factor = _w4a16_factor(scale, DTYPE, EXPONENT)
                     acc = tl.dot(w0 * factor, x0, acc)
                     acc = tl.dot(w1 * factor, x1, acc)
                     acc = tl.dot(w2 * factor, x2, acc)
@@ -195,10 +204,10 @@ def w4a16_gemm_kernel(
                 else:
                     w0, w1, w2, w3 = planar_unpack4(words, eight, DTYPE, ASM)
                 if SCALE_BEFORE:
-                    acc = tl.dot(w0 * (s0 * EXPONENT).to(DTYPE)[:, None], x0, acc)
-                    acc = tl.dot(w1 * (s1 * EXPONENT).to(DTYPE)[:, None], x1, acc)
-                    acc = tl.dot(w2 * (s2 * EXPONENT).to(DTYPE)[:, None], x2, acc)
-                    acc = tl.dot(w3 * (s3 * EXPONENT).to(DTYPE)[:, None], x3, acc)
+                    acc = tl.dot(w0 * _w4a16_factor(s0, DTYPE, EXPONENT), x0, acc)
+                    acc = tl.dot(w1 * _w4a16_factor(s1, DTYPE, EXPONENT), x1, acc)
+                    acc = tl.dot(w2 * _w4a16_factor(s2, DTYPE, EXPONENT), x2, acc)
+                    acc = tl.dot(w3 * _w4a16_factor(s3, DTYPE, EXPONENT), x3, acc)
                 else:
                     # One product at a time: each takes as many registers as the sum.
                     product = tl.dot(w0, x0)

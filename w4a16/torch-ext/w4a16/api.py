@@ -46,7 +46,7 @@ def w4a16_gemm(x: Tensor, weight: W4Weight, bias: Tensor | None = None) -> Tenso
             f"w4a16_gemm: x must have a last dimension of {weight.in_features}, the weight's "
             f"in_features, got {describe(x)}"
         )
-    if x.device != weight.device:
+    if x.device != weight.qweight.device:
         raise ValueError(
             f"w4a16_gemm: x must be on {weight.device} with the weight, got {describe(x)}"
         )

@@ -4,6 +4,8 @@ A `weight` is any object with the parts of `weight.W4Weight`, a `config` one wit
 `config.GemmConfig` or `config.DequantizeConfig`.
 """
 
+import functools
+
 import torch
 
 from . import _kernels
@@ -38,24 +40,11 @@ def gemm(
     steps, n, _ = qweight.shape
     m_tiles = -(-m // config.block_m)
     items = m_tiles * -(-n // config.block_n) * steps
-    group, shift = _group(weight.group_size)
-    # Scales of 16 bits and less than two a thread cannot be copied ahead.
-    few = 32 * config.num_warps <= config.block_n < 64 * config.num_warps
-    constants = {
-        "GROUP": group,
-        "ZEROS": _zeros(zeros),
-        "SCALE_BEFORE": config.scale_before,
-        "WHOLE": k % 128 == 0,
-        "PREFETCH": group == 128 and few,
-        "ASM": on_nvidia(),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "STAGES": config.num_stages,
-    }
+    constants, shift = _constants(weight.group_size, zeros is None or zeros.dtype, k % 128, config)
     key = (
-        _kernels.w4a16_gemm_kernel, x.get_device(), x.dtype, scales.dtype,
-        bias is not None and bias.dtype, config.num_warps, config.max_registers,
-        *constants.values(),
+        x.get_device(), x.dtype, scales.dtype, None if bias is None else bias.dtype,
+        # Stands for all constants; the same object as long as the process lives.
+        id(constants),
     )  # fmt: skip
     launch(
         key,
@@ -72,6 +61,28 @@ def gemm(
     )  # fmt: skip
 
 
+@functools.cache
+def _constants(
+    group_size: int, zeros: bool | torch.dtype, odd: int, config
+) -> tuple[dict[str, object], int]:
+    """Return the constants of the product and its shift: kept, since every call asks for them."""
+    group, shift = _group(group_size)
+    # Scales of 16 bits and less than two a thread cannot be copied ahead.
+    few = 32 * config.num_warps <= config.block_n < 64 * config.num_warps
+    constants = {
+        "GROUP": group,
+        "ZEROS": _zeros(zeros),
+        "SCALE_BEFORE": config.scale_before,
+        "WHOLE": odd == 0,
+        "PREFETCH": group == 128 and few,
+        "ASM": on_nvidia(),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "STAGES": config.num_stages,
+    }
+    return constants, shift
+
+
 def dequantize(weight, out: torch.Tensor, first: int, config) -> None:
     """Launch the dequantisation of rows `first`, `first + 1`, ... into out `[rows, k]`."""
     steps, n, _ = weight.qweight.shape
@@ -79,7 +90,7 @@ def dequantize(weight, out: torch.Tensor, first: int, config) -> None:
     group, shift = _group(weight.group_size)
     constants = {
         "GROUP": group,
-        "ZEROS": _zeros(weight.zeros),
+        "ZEROS": _zeros(weight.zeros is None or weight.zeros.dtype),
         "ASM": on_nvidia(),
         "BLOCK_N": config.block_n,
     }
@@ -105,7 +116,8 @@ def _group(group_size: int) -> tuple[int, int]:
     return min(group_size, 128), max(group_size // 128, 1).bit_length() - 1
 
 
-def _zeros(zeros: torch.Tensor | None) -> str:
-    if zeros is None:
+def _zeros(zeros: bool | torch.dtype) -> str:
+    """Return the kernel's ZEROS for a dtype of zero points, or True for none."""
+    if zeros is True:
         return "eight"
-    return "float" if zeros.dtype is torch.float32 else "integer"
+    return "float" if zeros is torch.float32 else "integer"

@@ -3,6 +3,8 @@
 A registered operator takes tensors and numbers only, so a weight travels as its parts.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -18,8 +20,9 @@ if has_triton():
 
 def gemm(x: Tensor, weight: W4Weight, bias: Tensor | None) -> Tensor:
     """Return x [..., k] times the weight, on any device."""
-    n, k = weight.out_features, weight.in_features
-    y = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
+    qweight, k = weight.qweight, weight.in_features
+    n = qweight.shape[1]
+    y = x.new_empty((*x.shape[:-1], n))
     tokens = x.numel() // k
     if not tokens:
         return y
@@ -29,22 +32,30 @@ def gemm(x: Tensor, weight: W4Weight, bias: Tensor | None) -> Tensor:
     if not uses_triton(x):
         return reference.gemm(rows, weight, bias).view_as(y)
     with device_guard(x):
-        after_only = _after_only(weight)
-        if tokens > (config.MOST_FUSED_AFTER if after_only else config.MOST_FUSED):
+        zeros = None if weight.zeros is None else weight.zeros.dtype
+        tile = _tile(tokens, n, k, weight.scales.dtype, zeros, x.device)
+        if tile is None:
             by_dequantizing(rows, weight, bias, y.view(tokens, n))
         else:
-            tokens = config.bucket(tokens)
-            tile = config.gemm_config(tokens, n, k, after_only, x.device)
             fused(_in_place(rows), weight, bias, y, tile)
     return y
 
 
-def _after_only(weight: W4Weight) -> bool:
-    """Return whether the scales can only be applied after the product."""
-    zeros = weight.zeros
-    return weight.scales.dtype is torch.float32 or (
-        zeros is not None and zeros.dtype is torch.float32
-    )
+@functools.lru_cache(4096)
+def _tile(
+    tokens: int,
+    n: int,
+    k: int,
+    scales: torch.dtype,
+    zeros: torch.dtype | None,
+    device: torch.device,
+) -> config.GemmConfig | None:
+    """Return the tile of the fused product, or None where the weight is dequantised first."""
+    # Such scales and zero points can only be applied after the product.
+    after_only = torch.float32 in (scales, zeros)
+    if tokens > (config.MOST_FUSED_AFTER if after_only else config.MOST_FUSED):
+        return None
+    return config.gemm_config(config.bucket(tokens), n, k, after_only, device)
 
 
 def _in_place(x: Tensor) -> Tensor:
@@ -67,19 +78,23 @@ def fused(
     """Convert the weight inside the product: y [m, n] = x [m, k] W^T + bias."""
     m = x.shape[0]
     steps, n, _ = weight.qweight.shape
+    per, shared, size = _shares(m, n, steps, tile)
+    counters = arrivals.counters(x.device, shared)
+    parts = x.new_empty(size, dtype=torch.int32) if size else counters
+    launch.gemm(x, weight, bias, y, parts, counters, per, tile)
+
+
+@functools.lru_cache(4096)
+def _shares(m: int, n: int, steps: int, tile: config.GemmConfig) -> tuple[int, int, int]:
+    """Return steps a program, tiles that may be shared, and the size of the workspace."""
     per = config.steps_per_program(m, n, steps, tile)
     tiles = config.tiles(m, n, tile)
     if tiles > arrivals.MOST:
         per = -(-per // steps) * steps  # so many tiles need not be shared
     if per % steps == 0:
-        counters = arrivals.counters(x.device, 4)
-        parts = counters
-    else:
-        counters = arrivals.counters(x.device, tiles)
-        programs = -(-tiles * steps // per)
-        size = 2 * programs * tile.block_m * tile.block_n
-        parts = torch.empty(size, dtype=torch.int32, device=x.device)
-    launch.gemm(x, weight, bias, y, parts, counters, per, tile)
+        return per, 4, 0
+    programs = -(-tiles * steps // per)
+    return per, tiles, 2 * programs * tile.block_m * tile.block_n
 
 
 def by_dequantizing(x: Tensor, weight: W4Weight, bias: Tensor | None, y: Tensor) -> None:

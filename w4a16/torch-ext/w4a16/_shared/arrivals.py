@@ -87,5 +87,6 @@ def counters(device: torch.device, count: int) -> torch.Tensor:
         taken = _arena(index).take(count) if index in _ready else None
         # Zeroed at each replay, at the cost of a further node.
         return torch.zeros(count, dtype=torch.int32, device=device) if taken is None else taken
-    reserve(device)
+    if index not in _ready:
+        reserve(device)
     return _arena(index).of_stream(torch._C._cuda_getCurrentRawStream(index))
