@@ -200,8 +200,14 @@ def test_outputs_past_32_bits(kernel: ModuleType) -> None:
     w = weight(kernel, n, k, device="cuda")
     x = torch.randn(32769, k, device="cuda", dtype=HALF)
     check(kernel, x[-2:], w, None, kernel.w4a16_gemm(x, w)[-2:].clone())
-    few = torch.empty(2, 2**30 + 64, device="cuda", dtype=HALF)[:, :k]
-    few.copy_(x[:2])
+
+
+def test_strides_past_32_bits(kernel: ModuleType) -> None:
+    """Rows further apart than 32 bits tell."""
+    n, k = 256, 128
+    w = weight(kernel, n, k, device="cuda")
+    few = torch.empty(2, 2**31 + 64, device="cuda", dtype=HALF)[:, :k]
+    few.copy_(torch.randn(2, k, device="cuda"))
     check(kernel, few, w, None, kernel.w4a16_gemm(few, w))
 
 

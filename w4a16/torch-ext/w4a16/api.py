@@ -14,7 +14,7 @@ def w4a16_gemm(x: Tensor, weight: W4Weight, bias: Tensor | None = None) -> Tenso
 
     `y = x @ dequantize(weight).T + bias`, accumulated in float32 and rounded to the dtype of x at
     the end. Up to 512 tokens the weight is converted inside the product; above that it is
-    dequantised, at most 256 MiB of it at a time, and the vendor's library multiplies.
+    dequantised, at most 128 MiB of it at a time, and the vendor's library multiplies.
 
     Args:
         x: `[..., in_features]`, float16 or bfloat16, 1 or more dimensions. Rows that are a

@@ -104,15 +104,18 @@ def by_dequantizing(x: Tensor, weight: W4Weight, bias: Tensor | None, y: Tensor)
         bias = bias.to(x.dtype)
     slices = -(-n * k * x.dtype.itemsize // config.SCRATCH_BYTES)
     rows = -(-n // (slices * 256)) * 256  # even slices of whole tiles
+    # A product of more than 2^31 elements ended in an illegal access (torch 2.11, H200).
+    tokens = (2**31 - 1) // max(n, k)
     for first in range(0, n, rows):
         last = min(first + rows, n)
         scratch = torch.empty((last - first, k), dtype=x.dtype, device=x.device)
         launch.dequantize(weight, scratch, first, config.DEQUANTIZE)
-        out = y[:, first:last]
-        if bias is None:
-            torch.mm(x, scratch.T, out=out)
-        else:
-            torch.addmm(bias[first:last], x, scratch.T, out=out)
+        for start in range(0, y.shape[0], tokens):
+            part, out = x[start : start + tokens], y[start : start + tokens, first:last]
+            if bias is None:
+                torch.mm(part, scratch.T, out=out)
+            else:
+                torch.addmm(bias[first:last], part, scratch.T, out=out)
 
 
 def dequantize(weight: W4Weight, dtype: torch.dtype) -> Tensor:
