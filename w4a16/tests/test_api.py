@@ -157,7 +157,7 @@ def test_counters(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_round_trip(kernel: ModuleType) -> None:
-    """What quantize gives is within half a step, and survives a file."""
+    """What quantize gives is within half a step (one, with a zero point), and survives a file."""
     from safetensors.torch import load, save
 
     dense = torch.randn(24, 160)
@@ -165,7 +165,9 @@ def test_round_trip(kernel: ModuleType) -> None:
         w = kernel.quantize(dense, 64, symmetric)
         steps = w.scales.float().repeat_interleave(64, 0)[:160].T
         error = (kernel.dequantize(w, torch.float32) - dense).abs() / steps
-        assert float(error.max()) <= (0.51 if symmetric else 1.01)
+        # The scale is rounded to bfloat16: the outermost values may be clamped by that much.
+        clamped = 15 * torch.finfo(torch.bfloat16).eps / 2
+        assert float(error.max()) <= (0.5 if symmetric else 1.0) + clamped
         again = kernel.W4Weight.from_state_dict(load(save(w.state_dict())))
         assert torch.equal(kernel.dequantize(again, HALF), kernel.dequantize(w, HALF))
         assert again.group_size == 64 and again.nbytes == w.nbytes
