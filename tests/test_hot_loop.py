@@ -55,7 +55,7 @@ def test_weights_stay_in_registers(
         stored = threads * sum(map(bytes_stored, loop))
         assert stored <= 2 * max(4 * rows, 2 * threads), (line["name"], stored)
         seen += 1
-    assert seen >= 8
+    assert seen >= 4  # both numbers of tokens, both dtypes
 
 
 def test_stores_are_counted() -> None:

@@ -24,10 +24,10 @@ class W4A16Benchmark(Benchmark):
 
     def setup(self) -> None:
         """Make a layer of 2048 x 2048; small enough for a CPU, large enough for a GPU."""
-        dtype = torch.bfloat16
+        dtype = torch.float16
         dense = torch.randn(2048, 2048, device=self.device, dtype=dtype) * 0.02
         self.weight = self.kernel.quantize(dense, 128)
-        self.dense = self.kernel.dequantize(self.weight, dtype)
+        self.dense = self.kernel.dequantize(self.weight, torch.float32)
         self.token = torch.randn(1, 2048, device=self.device, dtype=dtype)
         self.prompt = torch.randn(64, 2048, device=self.device, dtype=dtype)
 
@@ -37,7 +37,7 @@ class W4A16Benchmark(Benchmark):
 
     def verify_decode(self) -> torch.Tensor:
         """Return the product with the dequantised weight."""
-        return F.linear(self.token, self.dense)
+        return F.linear(self.token.float(), self.dense).half()
 
     def benchmark_prompt(self) -> None:
         """Time 64 tokens."""
@@ -45,7 +45,7 @@ class W4A16Benchmark(Benchmark):
 
     def verify_prompt(self) -> torch.Tensor:
         """Return the product with the dequantised weight."""
-        return F.linear(self.prompt, self.dense)
+        return F.linear(self.prompt.float(), self.dense).half()
 
 
 @dataclass(frozen=True)
