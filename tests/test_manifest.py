@@ -29,7 +29,6 @@ def test_own_manifest_has_the_supported_targets():
     targets = {(t.backend, t.arch): t for t in Manifest.load(ROOT).targets}
     assert {key: t.shared_memory // 1024 for key, t in targets.items()} == {
         ("cuda", 80): 163,
-        ("cuda", 89): 99,
         ("cuda", 90): 227,
         ("cuda", 100): 227,
         ("hip", "gfx942"): 64,
