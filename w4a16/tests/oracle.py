@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from types import ModuleType
 
 import torch
@@ -79,3 +80,65 @@ def check(
     allowed = FACTOR * max(peer, torch.finfo(x.dtype).eps / 2)
     found = relative_error(y, exact)
     assert found <= allowed, f"off by {found:.3g}, {allowed:.3g} allowed"
+
+
+GUARD = 4096  # elements before and behind; more than a tile reads of a row
+
+
+def poison(tensor: Tensor) -> Tensor:
+    """Fill with what a result must not depend on: NaN, or integers that are NaN as float32."""
+    return tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+
+
+def guarded(tensor: Tensor, lead: int = GUARD) -> Tensor:
+    """Return a dense copy that has poison before and behind it in memory."""
+    size = tensor.numel()
+    whole = poison(tensor.new_empty(lead + size + GUARD))
+    return whole[lead : lead + size].view(tensor.shape).copy_(tensor)
+
+
+def memory(view: Tensor) -> Tensor:
+    """Return a copy of all memory around a view, bit by bit."""
+    whole = torch.empty(0, dtype=torch.uint8, device=view.device)
+    return whole.set_(view.untyped_storage()).clone()
+
+
+def parts(w) -> list[Tensor]:
+    """Return the tensors of a weight."""
+    return [each for each in (w.qweight, w.scales, w.zeros, w.perm) if each is not None]
+
+
+class Allocations:
+    """What `ops` allocates: poison instead of chance, with guards around it."""
+
+    def __init__(self, kernel: ModuleType, patch) -> None:
+        self._module = part(kernel, "ops").__name__
+        self.given: list[Tensor] = []
+        for owner, name in ((torch, "empty"), (torch.Tensor, "new_empty")):
+            patch.setattr(owner, name, self._instead_of(getattr(owner, name)))
+
+    def _instead_of(self, allocate):
+        def poisoned(*args: object, **kwargs: object) -> Tensor:
+            plain = allocate(*args, **kwargs)
+            if sys._getframe(1).f_globals["__name__"] != self._module or plain.is_meta:
+                return plain
+            size = plain.numel()
+            whole = poison(torch.zeros(size + 2 * GUARD, dtype=plain.dtype, device=plain.device))
+            self.given.append(whole[GUARD : GUARD + size].view(plain.shape))
+            return self.given[-1]
+
+        return poisoned
+
+    def check(self) -> None:
+        """Raise if memory beside an allocation was written."""
+        assert self.given
+        for tensor in self.given:
+            check_guards(tensor)
+
+
+def check_guards(tensor: Tensor) -> None:
+    """Raise if memory beside a guarded tensor was written."""
+    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    whole.set_(tensor.untyped_storage())
+    ends = torch.cat((whole[:GUARD], whole[-GUARD:]))
+    assert bool((ends.isnan() if ends.is_floating_point() else ends == -1).all())

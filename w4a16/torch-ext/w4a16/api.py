@@ -25,7 +25,7 @@ def w4a16_gemm(x: Tensor, weight: W4Weight, bias: Tensor | None = None) -> Tenso
     Returns:
         `[..., out_features]`, contiguous, of the dtype of x. Differentiable in x and bias. The
         same bits for the same call every time, and for a token in any batch of up to 8, or of 9
-        to 16, 17 to 32, 33 to 64, 65 to 128.
+        to 16, 17 to 32, 33 to 64, 65 to 128 (these last not with float32 scales or zero points).
 
     Raises:
         TypeError: An argument is of another type or dtype.
@@ -59,7 +59,6 @@ def w4a16_gemm(x: Tensor, weight: W4Weight, bias: Tensor | None = None) -> Tenso
             )
         if bias.device != x.device:
             raise ValueError(f"w4a16_gemm: bias must be on {x.device} with x, got {describe(bias)}")
-        bias = bias.contiguous()
     if weight.scales.requires_grad or (weight.zeros is not None and weight.zeros.requires_grad):
         raise RuntimeError("w4a16_gemm: scales and zeros have no gradient; detach them")
     if needs_operator("w4a16_gemm", x, bias):

@@ -48,9 +48,8 @@ class GemmConfig:
         scale_before: Whether weights are scaled before the product (less work for 64 tokens and
             more; rounds as a dequantised weight does) or the product afterwards.
         max_registers: The most registers of a thread; 0 leaves it to the compiler.
-        programs: Programs among which all steps of all tiles are divided evenly; at least the
-            number of tiles makes a program a tile. Bounds the workspace: two tiles of float32
-            a program.
+        programs: Programs among which all steps of all tiles are divided evenly; 0 gives each
+            tile one of its own. Bounds the workspace: two tiles of float32 a program.
     """
 
     block_m: int
@@ -92,7 +91,16 @@ def tiles(tokens: int, n: int, config: GemmConfig) -> int:
 
 def steps_per_program(tokens: int, n: int, steps: int, config: GemmConfig) -> int:
     """Return how many steps each program takes, of all tiles' steps in one line."""
+    if not config.programs:
+        return steps
     return -(-tiles(tokens, n, config) * steps // config.programs)
+
+
+def slice_rows(n: int, k: int, itemsize: int) -> int:
+    """Return how many rows are dequantised at a time: even slices, of whole tiles if they fit."""
+    most = max(1, SCRATCH_BYTES // (k * itemsize))
+    slices = -(-n // most)
+    return min(n, most, -(-n // (slices * 256)) * 256)
 
 
 def heuristic(
@@ -146,7 +154,7 @@ def heuristic(
     count = tiles(tokens, n, config)
     programs = min(multiprocessors * resident, max(count, count * steps // FEWEST_STEPS))
     if count >= 4 * programs:
-        programs = count  # many tiles a program: the last, uneven round hardly counts
+        programs = 0  # many tiles a program: the last, uneven round hardly counts
     return GemmConfig(block_m, block_n, warps, stages, before, 0, programs)
 
 

@@ -26,6 +26,8 @@ def gemm(x: Tensor, weight: W4Weight, bias: Tensor | None) -> Tensor:
     tokens = x.numel() // k
     if not tokens:
         return y
+    if bias is not None:
+        bias = bias.contiguous()
     rows = x if x.dim() == 2 else x.reshape(tokens, k)
     if weight.perm is not None:
         rows = rows.index_select(1, weight.perm)
@@ -102,8 +104,7 @@ def by_dequantizing(x: Tensor, weight: W4Weight, bias: Tensor | None, y: Tensor)
     n, k = weight.out_features, weight.in_features
     if bias is not None:
         bias = bias.to(x.dtype)
-    slices = -(-n * k * x.dtype.itemsize // config.SCRATCH_BYTES)
-    rows = -(-n // (slices * 256)) * 256  # even slices of whole tiles
+    rows = config.slice_rows(n, k, x.dtype.itemsize)
     # A product of more than 2^31 elements ended in an illegal access (torch 2.11, H200).
     tokens = (2**31 - 1) // max(n, k)
     for first in range(0, n, rows):

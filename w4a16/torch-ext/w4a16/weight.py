@@ -73,7 +73,7 @@ class W4Weight:
 
     Attributes:
         qweight: `[ceil(in_features / 128), out_features, 32]` int16; see the module's docstring.
-        scales: `[groups, out_features]` float16, bfloat16 or float32.
+        scales: `[groups, out_features]` float16, bfloat16 or float32; float32 if one exceeds 64.
         zeros: `[groups, out_features]`: int16 zero points, float32 ones (HQQ), or None for 8.
         perm: `[in_features]` int32, or None. Packed feature i is input feature `perm[i]`
             (act-order checkpoints, whose groups are not contiguous).
@@ -192,7 +192,7 @@ class W4Weight:
                 f"got {describe(sizes)}"
             )
         in_features, group_size = (int(size) for size in sizes.tolist())
-        qweight, scales = tensors["qweight"], tensors["scales"]
+        qweight, scales = tensors["qweight"], _wide_enough(tensors["scales"])
         zeros, perm = tensors.get("zeros"), tensors.get("perm")
         arrivals.reserve(qweight.device)
         return cls(qweight, scales, zeros, perm, in_features, group_size)
@@ -218,6 +218,14 @@ def unpack_codes(qweight: Tensor, in_features: int) -> Tensor:
     planes = torch.stack((halves & 15, halves >> 4), -1)  # [blocks, n, 32, 2, 2]
     codes = planes.permute(1, 0, 3, 4, 2).reshape(n, blocks * BLOCK)
     return codes[:, :in_features].contiguous()
+
+
+def _wide_enough(scales: Tensor) -> Tensor:
+    """Return scales in float32 if one of them exceeds `LARGEST_SCALE`, else as they are."""
+    if scales.dtype in ACTIVATIONS and not scales.is_meta:
+        if bool((scales.abs() > LARGEST_SCALE).any()):
+            return scales.float()
+    return scales
 
 
 def pack(
@@ -252,9 +260,7 @@ def pack(
         )
     if zeros is not None and zeros.shape != shape:
         raise ValueError(f"{function}: zeros must have the shape of scales, got {describe(zeros)}")
-    if scales.dtype is not torch.float32 and not scales.is_meta:
-        if bool((scales.abs() > LARGEST_SCALE).any()):
-            scales = scales.float()
+    scales = _wide_enough(scales)
     if zeros is not None and not zeros.is_floating_point():
         zeros = zeros.to(torch.int16)
         if not zeros.is_meta and bool((zeros == 8).all()):
