@@ -155,8 +155,8 @@ def problems(launch: Launch, shared_memory: int) -> list[str]:
 def _spills_aside(launch: Launch) -> bool:
     """Return whether the loop that multiplies matrices is as good as free of what was spilled.
 
-    Large tiles fill the registers with sums. What they keep in memory around the loop costs
-    nothing; inside it, it may take one instruction in a hundred.
+    Large tiles fill the registers with sums. What they keep in memory around the loop is touched
+    once a tile; inside it, it may take one instruction in a hundred.
     """
     loop = sass.hot_loop(launch.files["cubin"]) if "cubin" in launch.files else []
     touching = sum(sass.operation(each).startswith(("LDL", "STL")) for each in loop)

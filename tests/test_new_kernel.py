@@ -116,6 +116,7 @@ def test_the_manifest_is_extended_however_it_is_laid_out(tmp_path, text):
     (tmp_path / "shared/checks.py").write_text("")
     (tmp_path / "shared/table.py").write_text("")
     (tmp_path / "shared/device.py").write_text("")
+    (tmp_path / "shared/dispatch.py").write_text("")
     toykernel.put(tmp_path / "build.toml", toykernel.BUILD.replace('["toy-scale"]', text))
     folder = new_kernel.stamp(tmp_path, "toy-twice")
     assert [k.name for k in Manifest.load(tmp_path).kernels] == ["toy-scale", "toy-twice"]

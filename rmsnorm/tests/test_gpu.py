@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Callable
 from types import ModuleType
@@ -15,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from imports import fresh
 from monorepo.numerics import check_tensor
 
 from .layouts import ROWS, VECTORS, fill
@@ -234,13 +231,7 @@ GRAPH = """
 
 def test_graph_capture_at_the_first_call(kernel: ModuleType) -> None:
     """Case B59: in a fresh process, for a shape never seen: nothing is timed or synchronised."""
-    finished = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(GRAPH)],
-        env=os.environ,
-        capture_output=True,
-        text=True,
-    )
-    assert finished.returncode == 0, finished.stderr[-2000:]
+    fresh(GRAPH)
 
 
 def test_graph_of_a_training_step(kernel: ModuleType) -> None:

@@ -12,11 +12,12 @@ from types import ModuleType
 
 import pytest
 
+from imports import ROOT, check_described, fresh, fresh_without_triton, import_again, plain
+
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET", "0") != "0",
     reason="importing is the same with and without the interpreter",
 )
-ROOT = Path(__file__).resolve().parents[2]
 FUNCTIONS = {
     "rmsnorm": "(x, weight=None, eps=1e-06, *, bias=None, offset=0.0, rounding='once', "
     "out_dtype=None)",
@@ -39,31 +40,8 @@ def test_public_names(kernel: ModuleType) -> None:
 def test_signature_and_docstring(kernel: ModuleType, name: str) -> None:
     """The predecessor's arguments keep their order; everything else is by keyword."""
     function = getattr(kernel, name)
-    signature = inspect.signature(function)
-    plain = signature.replace(
-        parameters=[
-            p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()
-        ],
-        return_annotation=inspect.Signature.empty,
-    )
-    assert str(plain) == FUNCTIONS[name]
-    text = inspect.getdoc(function)
-    for section in ("Args:", "Returns:", "Raises:"):
-        assert section in text, section
-    for parameter in signature.parameters:
-        assert f"    {parameter}: " in text, f"{parameter} is not described"
-
-
-def fresh(code: str, **environment: str) -> None:
-    """Run code in a new process that can load the kernel."""
-    finished = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert plain(function) == FUNCTIONS[name]
+    check_described(function, ("Args:", "Returns:", "Raises:"))
 
 
 CALL = """
@@ -90,39 +68,13 @@ def test_import_starts_no_cuda(kernel: ModuleType) -> None:
 
 def test_import_without_triton(kernel: ModuleType) -> None:
     """Case B109: the reference needs only torch."""
-    code = "import sys\nsys.modules['triton'] = None\n" + textwrap.dedent(CALL)
-    fresh(code)
-
-
-RETRY = """
-    import sys
-    import torch
-    from kernels import get_kernel
-
-    class Refuse:
-        def find_spec(self, name, path=None, target=None):
-            if name.startswith("_rmsnorm") and name.endswith(MODULE):
-                raise ImportError("refused for once")
-
-    sys.meta_path.insert(0, Refuse())
-    try:
-        get_kernel("roofline-kernels/rmsnorm", version=1)
-    except ImportError as error:
-        assert "refused for once" in str(error)
-    else:
-        raise AssertionError("nothing was refused")
-    del sys.meta_path[0]
-    kernel = get_kernel("roofline-kernels/rmsnorm", version=1)
-    x = torch.randn(3, 64, requires_grad=True)
-    kernel.rmsnorm(x).sum().backward()
-    assert x.grad is not None
-"""
+    fresh_without_triton(CALL)
 
 
 @pytest.mark.parametrize("module", ("_shared.rows", "reference", "ops", "modules"))
 def test_import_again_after_a_failure(kernel: ModuleType, module: str) -> None:
     """Case B104: what the first attempt left behind does not break the second."""
-    fresh(f"MODULE = {'.' + module!r}\n" + textwrap.dedent(RETRY))
+    import_again("roofline-kernels/rmsnorm", module, CALL)
 
 
 def test_interpreter_after_triton_is_refused(tmp_path: Path) -> None:

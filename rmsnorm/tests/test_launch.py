@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
+
+from imports import fresh
 
 from .layouts import GUARD, guarded
 from .oracle import DTYPES, part, problem
@@ -231,13 +230,7 @@ def test_rows_past_2_to_the_31_elements(kernel: ModuleType, device: str, tmp_pat
     """Cases B01, B04; norm.md 5, #1: offsets are 64-bit. A wrong one would end the process."""
     if device == "cuda":
         pytest.skip("on a GPU test_gpu.py does this with real memory")
-    finished = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FAR), str(tmp_path)],
-        env=os.environ,
-        capture_output=True,
-        text=True,
-    )
-    assert finished.returncode == 0, finished.stderr[-2000:]
+    fresh(FAR, str(tmp_path))
 
 
 def test_large_storage_is_left_to_triton_on_amd(

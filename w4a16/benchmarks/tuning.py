@@ -99,22 +99,17 @@ def candidates(kernel, tokens: int, k: int, n: int, multiprocessors: int) -> Ite
                 yield dataclasses.replace(config, programs=programs)
 
 
-def weight(kernel, k: int, n: int, group_size: int = GROUP_SIZE, dtype=DTYPE, zeros: bool = False):
-    """Return a packed weight of random codes, scales and zero points."""
-    groups = -(-k // group_size)
-    return kernel.W4Weight(
-        torch.randint(-(2**15), 2**15, (-(-k // 128), n, 32), device="cuda", dtype=torch.int16),
-        (torch.rand(groups, n, device="cuda") * 0.02 + 0.005).to(dtype),
-        torch.randint(0, 16, (groups, n), device="cuda", dtype=torch.int16) if zeros else None,
-        None,
-        k,
-        group_size,
-    )
-
-
 def _prepare(kernel, tokens: int, k: int, n: int):
     def prepare(copies: int):
-        weights = [weight(kernel, k, n) for _ in range(copies)]
+        scale = torch.full((-(-k // GROUP_SIZE), n), 0.01, device="cuda", dtype=DTYPE)
+        shape = (-(-k // 128), n, 32)
+        weights = [  # every pattern of bits is one of codes
+            kernel.W4Weight(
+                torch.randint(-(2**15), 2**15, shape, device="cuda", dtype=torch.int16),
+                scale * torch.rand_like(scale), None, None, k, GROUP_SIZE,
+            )
+            for _ in range(copies)
+        ]  # fmt: skip
         x = torch.randn(tokens, k, device="cuda", dtype=DTYPE)
         y = torch.full((copies, tokens, n), float("nan"), device="cuda", dtype=DTYPE)
 

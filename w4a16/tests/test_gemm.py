@@ -8,9 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
-import sys
-import textwrap
 from types import ModuleType
 
 import pytest
@@ -18,6 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+
+from imports import fresh
 
 from .oracle import (
     ZEROS,
@@ -197,9 +196,8 @@ def test_each_code_and_plane(
     eye = torch.eye(k, device=device, dtype=dtype)
     for tokens in (1, 80):
         for start in range(0, k, tokens) if tokens > 1 else (31, 96, 128, 159):
-            y = kernel.w4a16_gemm(eye[start : start + tokens], w)
-            wanted = exact[:, start : start + tokens].T
-            assert relative_error(y, wanted) <= torch.finfo(dtype).eps, (tokens, start)
+            x = eye[start : start + tokens]
+            check(kernel, x, w, None, kernel.w4a16_gemm(x, w), exact)
 
 
 PROTECTED = """
@@ -242,11 +240,7 @@ PROTECTED = """
 @pytest.mark.skipif(not INTERPRETED, reason="where a GPU's memory ends, nothing is protected")
 def test_nothing_outside_an_operand_is_touched(kernel: ModuleType) -> None:
     """Cases B07, B13: operands beside pages that end the process when they are read."""
-    finished = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROTECTED)],
-        env=os.environ, capture_output=True, text=True,
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stderr[-2000:]
+    fresh(PROTECTED)
 
 
 @pytest.mark.parametrize("misplaced", (1, 3))

@@ -6,9 +6,6 @@ Cases B22, B26, B53; w4a16.md 6, #5.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +13,8 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
+
+from imports import fresh
 
 from .oracle import check, memory, part, poison, weight
 
@@ -194,10 +193,4 @@ FAR = """
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU test_gpu.py does this with real memory")
 def test_rows_past_2_to_the_31_elements(kernel: ModuleType, tmp_path: Path) -> None:
     """Cases B01, B04; w4a16.md 6, #6: offsets are 64-bit. A wrong one would end the process."""
-    finished = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FAR), str(tmp_path)],
-        env=os.environ,
-        capture_output=True,
-        text=True,
-    )
-    assert finished.returncode == 0, finished.stderr[-2000:]
+    fresh(FAR, str(tmp_path))

@@ -106,8 +106,9 @@ def quantize(weight: Tensor, group_size: int = 128, symmetric: bool = True) -> W
     """Round a weight to the nearest 4-bit codes, group by group.
 
     Symmetric: `scale = 2 max|w| / 15`, zero point 8. Asymmetric: `scale = (max - min) / 15`,
-    `zero = round(-min / scale)`, with a range that holds 0. Codes are those nearest under the
-    scale as it is stored: in the dtype of a 16-bit weight, in bfloat16 for float32.
+    `zero = round(-min / scale)`, with a range that holds 0 (the min-max rule of
+    compressed-tensors). Codes are those nearest under the scale as it is stored: in the dtype of
+    a 16-bit weight; in bfloat16 for float32, and where a scale is below float16's normal range.
 
     Args:
         weight: `[out_features, in_features]`, float16, bfloat16 or float32, finite.
@@ -144,8 +145,11 @@ def quantize(weight: Tensor, group_size: int = 128, symmetric: bool = True) -> W
     else:
         low = values.amin(-1).clamp(max=0)
         scales = (values.amax(-1).clamp(min=0) - low) / 15
-    stored = scales.to(torch.bfloat16 if weight.dtype is torch.float32 else weight.dtype)
-    # A scale that rounds to 0 belongs to a group that is 0 for the dtype.
+    dtype = torch.bfloat16 if weight.dtype is torch.float32 else weight.dtype
+    if bool(((scales > 0) & (scales < torch.finfo(dtype).tiny)).any()):
+        dtype = torch.bfloat16  # subnormal in float16, a scale would be off by up to half
+    stored = scales.to(dtype)
+    # A scale of 0 belongs to a group of zeros.
     stored = torch.where(stored == 0, torch.ones_like(stored), stored)
     scales = stored.float().unsqueeze(-1)
     shift = torch.full_like(scales, 8.0)

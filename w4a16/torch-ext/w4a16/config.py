@@ -25,7 +25,8 @@ SMALLEST_M = smallest_dot()
 CONFIGS = pathlib.Path(__file__).parent / "configs"
 
 #: Up to this number of tokens the weight is converted inside the product. Above it is dequantised
-#: once and cuBLAS (or hipBLAS) multiplies: on an H200 the two meet between 512 and 1024 tokens.
+#: once and cuBLAS (or hipBLAS) multiplies. On an H200 at 512 tokens the product is ahead on large
+#: layers, level or up to 5 % behind on small ones.
 MOST_FUSED = 512
 #: The same where scales can only be applied after the product, which takes small tiles.
 MOST_FUSED_AFTER = 64
@@ -69,7 +70,7 @@ class DequantizeConfig:
     num_warps: int
 
 
-#: Measured on an H200: it moves most of what a bare copy does.
+#: Of six tried on an H200 the fastest, or within a microsecond of it, on each of four layers.
 DEQUANTIZE = DequantizeConfig(64, 8)
 
 

@@ -94,7 +94,7 @@ def _shares(m: int, n: int, steps: int, tile: config.GemmConfig) -> tuple[int, i
     if tiles > arrivals.MOST:
         per = -(-per // steps) * steps  # so many tiles need not be shared
     if per % steps == 0:
-        return per, 4, 0
+        return per, 1, 0  # none is shared, but a pointer has to be passed
     programs = -(-tiles * steps // per)
     return per, tiles, 2 * programs * tile.block_m * tile.block_n
 

@@ -2,11 +2,11 @@
 
 import math
 
-import torch
 from torch import Tensor
 
 from . import ops
 from ._shared.checks import check_finite, check_float_tensor
+from ._shared.dispatch import needs_operator
 
 
 def kernel_name(x: Tensor, factor: float = 2.0) -> Tensor:
@@ -30,13 +30,6 @@ def kernel_name(x: Tensor, factor: float = 2.0) -> Tensor:
     """
     check_float_tensor("kernel_name", "x", x)
     check_finite("kernel_name", "factor", factor, minimum=-math.inf)
-    if _needs_operator(x):
+    if needs_operator("kernel_name", x):
         return ops.kernel_name(x, factor)
     return ops.forward(x, factor)
-
-
-def _needs_operator(x: Tensor) -> bool:
-    """Return whether a call has to go through the dispatcher, which costs more than a launch."""
-    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
-        return True
-    return torch.is_grad_enabled() and x.requires_grad
