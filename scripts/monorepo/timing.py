@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -104,16 +105,25 @@ def time_interleaved(
 
 def host_cost(call: Callable[[], object], calls: int = 2000) -> float:
     """Return host microseconds of one call that keeps ahead of the GPU (median of batches)."""
-    import time
-
     batch = 50
-    for _ in range(batch):
+    _host_batch(call, batch)
+    return statistics.median(_host_batch(call, batch) for _ in range(calls // batch))
+
+
+def host_ratio(call: Callable[[], object], bare: Callable[[], object]) -> float:
+    """Return the host time of one call over another's, in turns (median of 30 pairs)."""
+    batch = 200
+    for each in (call, bare):
+        _host_batch(each, batch)
+    return statistics.median(_host_batch(call, batch) / _host_batch(bare, batch) for _ in range(30))
+
+
+def _host_batch(call: Callable[[], object], calls: int) -> float:
+    """Return host microseconds of one of `calls` calls that the GPU does not hold back."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
         call()
-    samples = []
-    for _ in range(calls // batch):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(batch):
-            call()
-        samples.append((time.perf_counter() - start) * 1e6 / batch)
-    return statistics.median(samples)
+    elapsed = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return elapsed / calls * 1e6
