@@ -22,12 +22,13 @@ from tqdm import tqdm
 from monorepo.built import load_built, load_file
 from monorepo.manifest import Manifest
 from monorepo.numerics import FLOOR_ULP, tensor_error
+from monorepo.search import Search
 from monorepo.timing import copies_for, side_stream, time_calls
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def compile_share(searches: list[Any], share: int, shares: int) -> None:
+def compile_share(searches: list[Search], share: int, shares: int) -> None:
     """Compile every `shares`-th candidate into Triton's cache by running it once."""
     at = 0
     for search in searches:
@@ -43,7 +44,7 @@ def compile_share(searches: list[Any], share: int, shares: int) -> None:
     torch.cuda.synchronize()
 
 
-def tune(search: Any) -> tuple[Any, float, list[tuple[float, Any]]]:
+def tune(search: Search) -> tuple[Any, float, list[tuple[float, Any]]]:
     """Return the fastest right candidate, its microseconds, and all as (microseconds, config)."""
     copies = copies_for(search.bytes_per_call)
     run, wanted = search.prepare(copies)

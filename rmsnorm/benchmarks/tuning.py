@@ -1,10 +1,11 @@
 """What `scripts/tune.py` searches for this kernel: problems and the configurations to try."""
 
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
+
+from monorepo.search import Search
 
 #: rows x columns: decode to training batches of common hidden sizes, and per-head norms.
 SHAPES = (
@@ -18,26 +19,6 @@ SHAPES = (
 )
 #: float16 takes the same entries: they are kept by width, and bytes are what counts.
 DTYPE = torch.bfloat16
-
-
-@dataclasses.dataclass(frozen=True)
-class Search:
-    """One problem: how to run a configuration on the copy of index i, into poisoned outputs.
-
-    `prepare(copies)` returns `run` and `wanted`: `run(i, config)` returns the outputs on copy i,
-    `wanted()` what those on copy 0 have to agree with.
-    """
-
-    operation: str
-    dtype: str
-    size: int
-    rows: int
-    bytes_per_call: int
-    candidates: tuple[object, ...]
-    prepare: Callable[
-        [int],
-        tuple[Callable[[int, object], list[torch.Tensor]], Callable[[], list[torch.Tensor]]],
-    ]
 
 
 def _forward_tiles(kernel, rows: int, n: int) -> Iterator[object]:

@@ -2,9 +2,11 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
+
+from monorepo.search import Search
 
 #: In x out features: the linear layers of Llama 2 and 3, Qwen3, DeepSeek-V3 (some fused).
 SHAPES = (
@@ -57,26 +59,6 @@ TILES = {
     256: (*_LARGE, (256, 128, 8, 2, True, 0), (256, 128, 8, 3, True, 0)),
     512: (*_LARGE, (256, 128, 8, 2, True, 0), (256, 128, 8, 3, True, 0)),
 }  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Search:
-    """One problem: how to run a configuration on the copy of index i, into poisoned outputs.
-
-    `prepare(copies)` returns `run` and `wanted`: `run(i, config)` returns the outputs on copy i,
-    `wanted()` what those on copy 0 have to agree with.
-    """
-
-    operation: str
-    dtype: str
-    size: str
-    rows: int
-    bytes_per_call: int
-    candidates: tuple[object, ...]
-    prepare: Callable[
-        [int],
-        tuple[Callable[[int, object], list[torch.Tensor]], Callable[[], list[torch.Tensor]]],
-    ]
 
 
 def candidates(kernel, tokens: int, k: int, n: int, multiprocessors: int) -> Iterator[object]:
