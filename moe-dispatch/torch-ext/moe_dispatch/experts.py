@@ -1,0 +1,75 @@
+"""The experts of transformers' models, by our kernels."""
+
+import torch
+from torch import Tensor, nn
+
+from .api import fused_experts
+
+_ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}
+
+
+def experts_forward(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Run a model's experts: an experts implementation for transformers.
+
+    To be registered under a name that models are then loaded with::
+
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        ALL_EXPERTS_FUNCTIONS.register("roofline", experts_forward)
+        model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="roofline")
+
+    Args:
+        self: The model's experts, with the attributes that `use_experts_implementation` gives
+            them: fused or interleaved gates, transposed weights and biases are all taken.
+        hidden_states: `[tokens, hidden]`.
+        top_k_index: `[tokens, top_k]`; an id of `num_experts` or more is skipped.
+        top_k_weights: `[tokens, top_k]`.
+
+    Returns:
+        `[tokens, hidden]`, differentiable as `fused_experts` is.
+
+    Raises:
+        NotImplementedError: The experts have no gate, a norm after them, or an activation that is
+            not SiLU, GELU with tanh, or that of gpt-oss.
+        TypeError: An argument is of another type or dtype.
+        ValueError: A shape or device does not fit.
+
+    Example:
+        >>> ALL_EXPERTS_FUNCTIONS.register("roofline", experts_forward)
+    """
+    kind = type(self).__name__
+    if not self.has_gate or self.has_post_expert_norm:
+        raise NotImplementedError(
+            f"experts_forward: {kind} has no gate, or a norm after its experts; choose another "
+            "experts_implementation"
+        )
+    gate_up, down = self.gate_up_proj, self.down_proj
+    if self.is_transposed:
+        gate_up, down = gate_up.mT, down.mT
+    activation, alpha, limit = _activation(self)
+    return fused_experts(
+        hidden_states, gate_up, down, top_k_index, top_k_weights, activation=activation,
+        gate_up_bias=self.gate_up_proj_bias if self.has_bias else None,
+        down_bias=self.down_proj_bias if self.has_bias else None,
+        alpha=alpha, limit=limit, interleaved=not self.is_concatenated,
+    )  # fmt: skip
+
+
+def _activation(module: nn.Module) -> tuple[str, float, float]:
+    """Return the activation of a model's experts, and its alpha and limit."""
+    gate = type(module)._apply_gate
+    if gate.__qualname__ == "GptOssExperts._apply_gate":
+        return "swiglu_oai", module.alpha, module.limit
+    if gate.__name__ == "_default_apply_gate":
+        function = module.act_fn
+        if isinstance(function, torch.nn.GELU) and function.approximate == "tanh":
+            return "gelu_tanh", 1.702, 7.0
+        name = _ACTIVATIONS.get(type(function).__name__)
+        if name is not None:
+            return name, 1.702, 7.0
+    raise NotImplementedError(
+        f"experts_forward: the activation of {type(module).__name__} is not SiLU, GELU with tanh "
+        "or that of gpt-oss; choose another experts_implementation"
+    )

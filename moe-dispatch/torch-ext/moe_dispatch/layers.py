@@ -1,0 +1,44 @@
+"""Stateless layers that `kernelize` binds onto a model's own modules."""
+
+from torch import Tensor, nn
+
+from . import ops
+from .api import check_beside, check_choices, check_weights, moe
+from ._shared.checks import check_float_tensor
+
+
+class MegaBlocksMoeMLP(nn.Module):
+    """The whole layer of gpt-oss: router, choice, experts, weighted sum.
+
+    Reads `router` (`weight` [experts, hidden], `bias` [experts], `top_k`) and `experts`
+    (`gate_up_proj` [experts, hidden, 2 * inner] interleaved, `down_proj` [experts, inner, hidden],
+    their biases, `alpha`, `limit`) as transformers names them. Logits are float32.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    router: nn.Module
+    experts: nn.Module
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output [..., hidden] and the router weights [tokens, top_k]."""
+        name = "MegaBlocksMoeMLP"
+        check_float_tensor(name, "hidden_states", hidden_states)
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        router, experts = self.router, self.experts
+        weights = ops.Weights(
+            experts.gate_up_proj.mT, None, experts.down_proj.mT, experts.gate_up_proj_bias,
+            experts.down_proj_bias,
+        )  # fmt: skip
+        check_weights(name, x, weights, ("gate_up_proj", "", "down_proj"))
+        shape = weights.down.shape[0], x.shape[1]
+        check_beside(name, "router.weight", router.weight, shape, "hidden_states", x)
+        check_beside(name, "router.bias", router.bias, shape[:1], "hidden_states", x)
+        check_choices(name, router.top_k, shape[0])
+        out, _, mix = moe(
+            name, x, router.weight, router.bias, weights,
+            ops.Routing(router.top_k, "topk_softmax", False, 1, 1, 1.0),
+            ops.Gating("swiglu_oai", float(experts.alpha), float(experts.limit), True),
+        )  # fmt: skip
+        return out.view(hidden_states.shape), mix
