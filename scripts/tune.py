@@ -73,6 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--size", action="append", help="only problems of this size; entries of others are kept"
     )
+    parser.add_argument("--operation", action="append", help="the same of this operation")
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--shares", type=int, default=os.cpu_count(), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -90,12 +91,16 @@ def main(argv: list[str] | None = None) -> int:
         table: dict[str, Any] = {}
         if arguments.size:
             searches = [search for search in searches if str(search.size) in arguments.size]
+        if arguments.operation:
+            searches = [each for each in searches if each.operation in arguments.operation]
+        if arguments.size or arguments.operation:
             table = json.loads(path.read_text()) if path.exists() else {}
         if arguments.share is not None:
             compile_share(searches, arguments.share, arguments.shares)
             continue
         command = [sys.executable, __file__, kernel.name, "--shares", str(arguments.shares)]
         command += [f"--size={size}" for size in arguments.size or ()]
+        command += [f"--operation={operation}" for operation in arguments.operation or ()]
         workers = [subprocess.Popen([*command, "--share", str(i)]) for i in range(arguments.shares)]
         if any([worker.wait() for worker in workers]):
             print(f"error: {kernel.name}: a candidate does not compile", file=sys.stderr)

@@ -13,7 +13,8 @@ class Search:
     """One problem: how to run a configuration on the copy of index i, into poisoned outputs.
 
     `prepare(copies)` returns `run` and `wanted`: `run(i, config)` returns the outputs on copy i,
-    `wanted()` what those on copy 0 have to agree with.
+    `wanted()` what those on copy 0 have to agree with. With one copy it is only compiled: what does
+    not change the code may then be smaller.
     """
 
     operation: str

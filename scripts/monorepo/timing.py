@@ -12,8 +12,10 @@ import torch
 
 #: What a rotation moves at least, in bytes: several times the 50 to 60 MB L2 of large GPUs.
 ROTATION_BYTES = 320 * 2**20
-#: The fewest calls in one graph: the rest of a replay has to be small beside them.
+#: The fewest calls in one graph, or the least time of all of them: the rest of a replay has to be
+#: small beside them.
 FEWEST_CALLS = 16
+FEWEST_US = 4000.0
 #: A tenth of a millisecond at about 2 GHz.
 SLEEP_CYCLES = 200_000
 #: The most calls in one graph: small shapes reach the launch rate long before the rotation size.
@@ -49,11 +51,11 @@ class Graph:
     """
 
     def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
-        calls = [*calls] * -(-FEWEST_CALLS // len(calls))
-        self.count = len(calls)
         for call in calls[:2]:  # compiles, and lets libraries set themselves up
             call()
-        torch.cuda.synchronize()
+        fewest = min(FEWEST_CALLS, -(-FEWEST_US // time_eager(calls[0], 1).median_us))
+        calls = [*calls] * max(1, int(-(-fewest // len(calls))))
+        self.count = len(calls)
         self.graph = torch.cuda.CUDAGraph()
         # On the stream at hand: a backward pass has to be captured where its forward pass ran.
         with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
@@ -87,6 +89,21 @@ def time_calls(calls: Sequence[Callable[[], object]], replays: int = 10) -> Timi
     graph = Graph(calls)
     graph.replay()
     return summarize([graph.replay() for _ in range(replays)])
+
+
+def time_eager(call: Callable[[], object], calls: int) -> Timing:
+    """Time single calls outside a graph, the host's part included: for what no graph can hold."""
+    samples = []
+    for _ in range(calls):
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        samples.append(float(start.elapsed_time(end)) * 1000)
+    return summarize(samples)
 
 
 def time_interleaved(

@@ -13,12 +13,12 @@ one product) or "pairs" (rows 2n and 2n + 1 of one weight, one product).
 import triton
 import triton.language as tl
 
-from ._shared.jit_split import split_arrive, split_collect
-
 # Keys of experts that were chosen, that may not be, and of NaN: below those of all numbers.
 _TAKEN = tl.constexpr(-(2**31))
 _BARRED = tl.constexpr(-(2**31) + 1)
 _NAN = tl.constexpr(-(2**31) + 2)
+# A key with its column: one that is no longer there.
+_GONE = tl.constexpr(-(2**63))
 
 
 # ---------------------------------------------------------------------------------------- routing
@@ -77,7 +77,6 @@ def _moe_gate(
     weights_ptr,  # [tokens, top_k] float32
     rounded_ptr,  # [tokens, top_k], the same in another dtype, or None
     slots_ptr,  # [tokens * top_k] int32, or None
-    counts_ptr,  # [blocks, experts] int32, or None
     first,  # token, a multiple of TOKENS
     tokens,
     experts,
@@ -92,13 +91,16 @@ def _moe_gate(
     TOKENS: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
-    CHOICES: tl.constexpr,
 ):
-    # Columns hold the experts, each group padded to GROUP of them.
+    # Columns hold the experts, each group padded to GROUP of them. Returns, where slots are noted,
+    # how often each column was chosen.
     COLUMNS: tl.constexpr = GROUPS * GROUP
     column = tl.arange(0, COLUMNS)
-    expert = (column // GROUP) * group_size + column % GROUP
-    known = (column % GROUP < group_size) & (expert < experts)
+    expert = column
+    known = column < experts
+    if GROUPS > 1:
+        expert = (column // GROUP) * group_size + column % GROUP
+        known = (column % GROUP < group_size) & (expert < experts)
     token = first + tl.arange(0, TOKENS)
     inside = token < tokens
     line = logits_ptr + token.to(tl.int64)[:, None] * stride_lt
@@ -126,53 +128,47 @@ def _moe_gate(
         value = tl.where(logit == logit, value, logit)
     key = tl.where(known[None, :], _moe_order(value), _TAKEN)
     if GROUPS > 1:
-        key = _moe_bar_groups(
-            key, value, known, top_groups, bias_ptr is not None, TOKENS, GROUPS, GROUP
-        )
-    choice = tl.arange(0, CHOICES)[None, :]
-    chosen = tl.zeros((TOKENS, CHOICES), tl.int32)
-    for j in range(0, top_k):
+        TWO: tl.constexpr = bias_ptr is not None and GROUP > 1
+        key = _moe_bar_groups(key, value, known, top_groups, TWO, TOKENS, GROUPS, GROUP)
+    # Key and column in one number, so that one reduction finds the best: of those that are equal
+    # the lowest column. What was chosen becomes the number of the choice, below all others.
+    key = key.to(tl.int64) << 32 | (COLUMNS - 1 - column)[None, :].to(tl.int64)
+    number = tl.full((1, 1), _GONE, tl.int64)
+    for _ in range(0, top_k):
         best = tl.max(key, 1)
-        # The lowest index of those that are equal.
-        at = tl.min(tl.where(key == best[:, None], column[None, :], COLUMNS - 1), 1)
-        key = tl.where(column[None, :] == at[:, None], _TAKEN, key)
-        chosen = tl.where(choice == j, at[:, None], chosen)
-    if counts_ptr is not None:
-        taken = ((key == _TAKEN) & here).to(tl.int32)
-        block = first // TOKENS
-        tl.store(counts_ptr + block * experts + expert, tl.sum(taken, 0), mask=known)
-    chosen = (chosen // GROUP) * group_size + chosen % GROUP
-    mask = inside[:, None] & (choice < top_k)
-    mine = tl.load(
-        line + chosen.to(tl.int64) * stride_le,
-        mask=mask,
-        other=-float("inf"),
-        cache_modifier=".cg",
-    ).to(tl.float32)
-    mine = tl.where(mine == mine, mine, -float("inf"))
+        key = tl.where(key == best[:, None], number, key)
+        number += 1
+    chosen = (key < number) & here
     if SCORING == "softmax":
-        weight = tl.exp(_moe_below(mine, most[:, None])) / total[:, None]
+        weight = tl.exp(_moe_below(finite, most[:, None])) / total[:, None]
     elif SCORING == "sigmoid":
-        weight = 1.0 / (1.0 + tl.exp(-mine))
+        weight = 1.0 / (1.0 + tl.exp(-finite))
     else:
-        weight = tl.where(mask, tl.exp(_moe_below(mine, tl.max(mine, 1)[:, None])), 0.0)
+        best = tl.max(tl.where(chosen, finite, -float("inf")), 1)
+        weight = tl.where(chosen, tl.exp(_moe_below(finite, best[:, None])), 0.0)
         weight = weight / tl.sum(weight, 1)[:, None]
     if RENORMALIZE:
-        weight = weight / (tl.sum(tl.where(mask, weight, 0.0), 1)[:, None] + 1e-20)
-    slot = token.to(tl.int64)[:, None] * top_k + choice
-    tl.store(ids_ptr + slot, chosen.to(tl.int64), mask=mask)
+        weight = weight / (tl.sum(tl.where(chosen, weight, 0.0), 1)[:, None] + 1e-20)
     weight *= scale
-    tl.store(weights_ptr + slot, weight, mask=mask)
+    # From where they are to their places: nothing changes threads on the way.
+    slot = token.to(tl.int64)[:, None] * top_k + (key - _GONE)
+    tl.store(ids_ptr + slot, tl.broadcast_to(expert.to(tl.int64)[None, :], here.shape), mask=chosen)
+    tl.store(weights_ptr + slot, weight, mask=chosen)
     if rounded_ptr is not None:
-        tl.store(rounded_ptr + slot, weight.to(rounded_ptr.dtype.element_ty), mask=mask)
+        tl.store(rounded_ptr + slot, weight.to(rounded_ptr.dtype.element_ty), mask=chosen)
+    count = column
     if slots_ptr is not None:
-        tl.store(slots_ptr + slot, chosen, mask=mask)
+        tl.store(slots_ptr + slot, tl.broadcast_to(expert[None, :], here.shape), mask=chosen)
+        count = tl.sum(chosen.to(tl.int32), 0)
+    return count
 
 
-_GATE = ["tokens", "experts", "top_k", "group_size", "top_groups", "scale"]
+# The number of experts is a constant of a layer: lines of logits that it aligns are read 16 bytes
+# at a time, and a line then lies in one warp.
+_GATE = ["tokens", "top_k", "group_size", "top_groups", "scale"]
 
 
-@triton.jit(do_not_specialize=[*_GATE, "stride_lt", "stride_le"])
+@triton.jit(do_not_specialize=_GATE)
 def moe_route_kernel(
     logits_ptr,  # [tokens, experts]
     bias_ptr,  # [experts] or None
@@ -191,13 +187,12 @@ def moe_route_kernel(
     TOKENS: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
-    CHOICES: tl.constexpr,
 ):
     """Choose experts by logits that are there."""
     _moe_gate(
-        logits_ptr, bias_ptr, ids_ptr, weights_ptr, None, None, None, tl.program_id(0) * TOKENS,
+        logits_ptr, bias_ptr, ids_ptr, weights_ptr, None, None, tl.program_id(0) * TOKENS,
         tokens, experts, top_k, group_size, top_groups, scale, stride_lt, stride_le, SCORING,
-        RENORMALIZE, TOKENS, GROUPS, GROUP, CHOICES,
+        RENORMALIZE, TOKENS, GROUPS, GROUP,
     )  # fmt: skip
 
 
@@ -207,14 +202,14 @@ def moe_score_kernel(
     w_ptr,  # [experts, hidden]
     w_bias_ptr,  # [experts] or None: added to the logits
     logits_ptr,  # [tokens, experts] float32
-    parts_ptr,  # [2 * programs, BLOCK_T, BLOCK_E] float32
+    parts_ptr,  # [programs, BLOCK_T, BLOCK_E] float32
     arrivals_ptr,  # [tiles + token blocks] int32, zero
     bias_ptr,  # [experts] or None: added for the choice
     ids_ptr,  # [tokens, top_k] int64
     weights_ptr,  # [tokens, top_k] float32
     rounded_ptr,  # [tokens, top_k], the same in another dtype, or None
     slots_ptr,  # [tokens * top_k] int32, or None
-    counts_ptr,  # [ceil(tokens / TOKENS), experts] int32, or None
+    counts_ptr,  # [ceil(tokens / BLOCK), experts] int32, or None
     tokens,
     experts,
     top_k,
@@ -233,10 +228,11 @@ def moe_score_kernel(
     TOKENS: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
-    CHOICES: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Compute logits, and choose experts by them.
@@ -264,16 +260,20 @@ def moe_score_kernel(
     mask = (token < tokens)[:, None] & (expert < experts)[None, :]
     mine = program >= 0
     if splits > 1:
-        offsets = tl.arange(0, BLOCK_T)[:, None] * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
         SIZE: tl.constexpr = BLOCK_T * BLOCK_E
-        mine = split_arrive(
-            total, tile, splits, 1, program, parts_ptr, arrivals_ptr, offsets, mask, SIZE
-        )
+        offsets = tl.arange(0, BLOCK_T)[:, None] * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
+        tl.store(parts_ptr + program.to(tl.int64) * SIZE + offsets, total, mask=mask)
+        tl.debug_barrier()  # every thread's part is written before the arrival is
+        mine = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == splits - 1
         if mine:
-            total = split_collect(
-                tl.zeros((BLOCK_T, BLOCK_E), tl.float32), tile, splits, 1, parts_ptr, arrivals_ptr,
-                offsets, mask, SIZE, 4,
-            )  # fmt: skip
+            tl.store(arrivals_ptr + tile, 0)
+            total = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+            at = parts_ptr + tile.to(tl.int64) * splits * SIZE + offsets
+            # PARTS are on their way at a time: their latency is most of what sharing costs.
+            for _ in tl.range(0, splits, loop_unroll_factor=PARTS):
+                # From L2: other multiprocessors wrote them.
+                total += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+                at += SIZE
     if mine:
         if w_bias_ptr is not None:
             bias = tl.load(w_bias_ptr + expert, mask=expert < experts, other=0.0)
@@ -287,13 +287,21 @@ def moe_score_kernel(
             last = arrived == slabs - 1
         if last:
             tl.store(arrivals_ptr + tiles + block, 0)
-            for first in range(block * BLOCK_T, block * BLOCK_T + BLOCK_T, TOKENS):
-                if first < tokens:
-                    _moe_gate(
-                        logits_ptr, bias_ptr, ids_ptr, weights_ptr, rounded_ptr, slots_ptr,
-                        counts_ptr, first, tokens, experts, top_k, group_size, top_groups, scale,
-                        experts, 1, SCORING, RENORMALIZE, TOKENS, GROUPS, GROUP, CHOICES,
-                    )  # fmt: skip
+            column = tl.arange(0, GROUPS * GROUP)
+            held = (column // GROUP) * group_size + column % GROUP
+            known = (column % GROUP < group_size) & (held < experts)
+            for start in range(block * BLOCK_T, block * BLOCK_T + BLOCK_T, BLOCK):
+                if start < tokens:
+                    count = tl.zeros((GROUPS * GROUP,), tl.int32)
+                    for first in range(start, start + BLOCK, TOKENS):
+                        count += _moe_gate(
+                            logits_ptr, bias_ptr, ids_ptr, weights_ptr, rounded_ptr, slots_ptr,
+                            first, tokens, experts, top_k, group_size, top_groups, scale, experts,
+                            1, SCORING, RENORMALIZE, TOKENS, GROUPS, GROUP,
+                        )  # fmt: skip
+                    if counts_ptr is not None:
+                        counts_at = counts_ptr + (start // BLOCK) * experts + held
+                        tl.store(counts_at, count, mask=known)
 
 
 # --------------------------------------------------------------------------------------- dispatch
@@ -326,23 +334,18 @@ def moe_count_kernel(
     given,
     experts,
     EXPERTS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
     """Note each slot's expert, and count the slots of each expert in a block."""
     block = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
-    count = tl.zeros((CHUNK, EXPERTS), tl.int32)
-    for start in range(0, size, CHUNK):
-        i = start + tl.arange(0, CHUNK)
-        slot = block * size + i
-        mask = (i < size) & (slot < slots)
-        found = _moe_expert(
-            ids_ptr, map_ptr, slot, mask, top_k, stride_it, stride_ik, given, experts
-        )
-        found = tl.where(mask, found, -1)
-        tl.store(slots_ptr + slot, found, mask=mask)
-        count += (found[:, None] == expert[None, :]).to(tl.int32)
-    tl.store(counts_ptr + block * experts + expert, tl.sum(count, 0), mask=expert < experts)
+    i = tl.arange(0, SIZE)
+    slot = block * size + i
+    mask = (i < size) & (slot < slots)
+    found = _moe_expert(ids_ptr, map_ptr, slot, mask, top_k, stride_it, stride_ik, given, experts)
+    tl.store(slots_ptr + slot, found, mask=mask)
+    count = tl.histogram(tl.maximum(found, 0), EXPERTS, mask=mask & (found >= 0))
+    tl.store(counts_ptr + block * experts + expert, count, mask=expert < experts)
 
 
 @triton.jit
@@ -354,14 +357,18 @@ def _moe_cut(
     expert,
     height,
     extra,
+    tall,
     block,
     blocks,
 ):
     # Cut each expert's rows into tiles of `height`. What remains grows tiles by up to `extra` rows
-    # if that suffices; if not, the rows are shared evenly by one tile more.
-    full = total // height
-    rest = total - full * height
-    grown = (rest > 0) & (rest <= full * extra)
+    # if that suffices; if not, the rows are shared evenly by one tile more. An expert with more
+    # than `tall` rows is an exception among the others: its tiles are that high.
+    many = (tall > 0) & (total > tall)
+    high = tl.where(many, tall, height)
+    full = total // high
+    rest = total - full * high
+    grown = (rest > 0) & (rest <= full * extra) & (many == 0)
     count = tl.where(grown | (rest == 0), full, full + 1)
     end = tl.cumsum(count, 0)
     if block == 0:
@@ -382,7 +389,8 @@ def _moe_cut(
 
 @triton.jit(
     do_not_specialize=[
-        "slots", "size", "blocks", "experts", "up_height", "up_extra", "down_height", "down_extra"
+        "slots", "size", "blocks", "experts", "up_height", "up_extra", "up_tall", "down_height",
+        "down_extra", "down_tall",
     ]
 )  # fmt: skip
 def moe_index_kernel(
@@ -398,8 +406,10 @@ def moe_index_kernel(
     experts,
     up_height,
     up_extra,
+    up_tall,
     down_height,
     down_extra,
+    down_tall,
     ONE: tl.constexpr,  # up and down have the same tiles
     EXPERTS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -411,7 +421,8 @@ def moe_index_kernel(
     expert = tl.arange(0, EXPERTS)
     all_counts = tl.zeros((ROWS, EXPERTS), tl.int32)
     earlier = tl.zeros((ROWS, EXPERTS), tl.int32)
-    for first in range(0, blocks, ROWS):
+    # Unrolled: what counts is how many loads are on their way.
+    for first in tl.range(0, blocks, ROWS, loop_unroll_factor=4):
         row = first + tl.arange(0, ROWS)
         mask = (row < blocks)[:, None] & (expert < experts)[None, :]
         count = tl.load(counts_ptr + row[:, None] * experts + expert[None, :], mask=mask, other=0)
@@ -424,7 +435,7 @@ def moe_index_kernel(
         slots_ptr + block * size + i, mask=(i < size) & (block * size + i < slots), other=-1
     )
     before = tl.zeros((SIZE, CHUNK), tl.int32)
-    for first in range(0, size, CHUNK):
+    for first in tl.range(0, size, CHUNK, loop_unroll_factor=4):
         j = first + tl.arange(0, CHUNK)
         other = tl.load(
             slots_ptr + block * size + j, mask=(j < size) & (block * size + j < slots), other=-1
@@ -434,23 +445,22 @@ def moe_index_kernel(
     place = tl.gather(start + tl.sum(earlier, 0), tl.maximum(found, 0), 0) + tl.sum(before, 1)
     tl.store(sorted_ptr + place, block * size + i, mask=found >= 0)
     _moe_cut(
-        up_tiles_ptr, counted_ptr, total, start, expert, up_height, up_extra, block, blocks
-    )
+        up_tiles_ptr, counted_ptr, total, start, expert, up_height, up_extra, up_tall, block, blocks
+    )  # fmt: skip
     if not ONE:
         _moe_cut(
-            down_tiles_ptr, counted_ptr + 1, total, start, expert, down_height, down_extra, block,
-            blocks,
+            down_tiles_ptr, counted_ptr + 1, total, start, expert, down_height, down_extra,
+            down_tall, block, blocks,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["experts", "height", "extra", "blocks"])
+@triton.jit(do_not_specialize=["experts", "height", "blocks"])
 def moe_cut_kernel(
     offsets_ptr,  # [experts + 1] int64: first row of each expert
     tiles_ptr,  # [.., 4] int32
     counted_ptr,  # [1] int32
     experts,
     height,
-    extra,
     blocks,
     EXPERTS: tl.constexpr,
 ):
@@ -460,7 +470,7 @@ def moe_cut_kernel(
     start = tl.load(offsets_ptr + expert, mask=mask, other=0)
     total = tl.load(offsets_ptr + expert + 1, mask=mask, other=0) - start
     _moe_cut(
-        tiles_ptr, counted_ptr, total.to(tl.int32), start.to(tl.int32), expert, height, extra,
+        tiles_ptr, counted_ptr, total.to(tl.int32), start.to(tl.int32), expert, height, 0, 0,
         tl.program_id(0), blocks,
     )  # fmt: skip
 
@@ -629,6 +639,61 @@ def _moe_store_up(
     tl.store(h_ptr + row.to(tl.int64)[:, None] * inner + n[None, :], h, mask=mask)
 
 
+@triton.jit
+def _moe_up_tile(
+    x_ptr, gate, up, h_ptr, gate_bias_ptr, up_bias_ptr, sorted_ptr, expert, first, last, column,
+    top_k, inner, hidden, stride_xt, stride_we, stride_wn, stride_wk, stride_be, stride_bn, alpha,
+    limit, ACTIVATION: tl.constexpr, LAYOUT: tl.constexpr, GATES: tl.constexpr,
+    UP_FIRST: tl.constexpr, TOKENS: tl.constexpr, EXTRA: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    # Rows first to last of h, TOKENS and EXTRA at most, in one column of the weights.
+    TWO: tl.constexpr = GATES == "apart"
+    N: tl.constexpr = BLOCK_N if TWO else 2 * BLOCK_N
+    n0 = column * N if GATES == "pairs" else column * BLOCK_N
+    k = tl.arange(0, BLOCK_K)
+    row = first + tl.arange(0, TOKENS)
+    token = tl.minimum(row, last - 1)
+    if sorted_ptr is not None:
+        token = tl.load(sorted_ptr + token) // top_k
+    x_at = x_ptr + token.to(tl.int64)[:, None] * stride_xt + k[None, :]
+    more_at = x_at
+    more_row = row
+    if EXTRA > 0:
+        more_row = first + TOKENS + tl.arange(0, EXTRA)
+        more = tl.minimum(more_row, last - 1)
+        if sorted_ptr is not None:
+            more = tl.load(sorted_ptr + more) // top_k
+        more_at = x_ptr + more.to(tl.int64)[:, None] * stride_xt + k[None, :]
+    w_at = gate
+    up_at = up
+    step_w = 0
+    if LAYOUT == "rows" or LAYOUT == "columns":
+        n = tl.minimum(n0 + tl.arange(0, N), inner * (2 if GATES == "pairs" else 1) - 1)
+        if LAYOUT == "rows":
+            at = n.to(tl.int64)[:, None] * stride_wn + k[None, :]
+            step_w = BLOCK_K
+        else:
+            at = n[:, None] + k.to(tl.int64)[None, :] * stride_wk
+            step_w = stride_wk.to(tl.int64) * BLOCK_K
+        w_at = gate + expert.to(tl.int64) * stride_we + at
+        if TWO:
+            up_at = up + expert.to(tl.int64) * stride_we + at
+    a, b, c, d = _moe_products(
+        x_ptr, x_at, more_at, gate, w_at, up, up_at, first, expert, n0, hidden, step_w, TWO, LAYOUT,
+        GATES, False, TOKENS, EXTRA, N, BLOCK_K, STAGES, SWAP, WHOLE,
+    )  # fmt: skip
+    _moe_store_up(
+        a, b, h_ptr, gate_bias_ptr, up_bias_ptr, row, last, expert, column, inner, stride_be,
+        stride_bn, alpha, limit, ACTIVATION, GATES, TOKENS, BLOCK_N, SWAP, UP_FIRST,
+    )  # fmt: skip
+    if EXTRA > 0:
+        _moe_store_up(
+            c, d, h_ptr, gate_bias_ptr, up_bias_ptr, more_row, last, expert, column, inner,
+            stride_be, stride_bn, alpha, limit, ACTIVATION, GATES, EXTRA, BLOCK_N, SWAP, UP_FIRST,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["top_k", "alpha", "limit"])
 def moe_up_kernel(
     x_ptr,  # [tokens, hidden], dense along hidden
@@ -657,9 +722,11 @@ def moe_up_kernel(
     UP_FIRST: tl.constexpr,
     TOKENS: tl.constexpr,
     EXTRA: tl.constexpr,
+    TALL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    TALL_STAGES: tl.constexpr,
     SWAP: tl.constexpr,
     GROUP: tl.constexpr,
     WHOLE: tl.constexpr,  # hidden is a multiple of BLOCK_K
@@ -670,73 +737,27 @@ def moe_up_kernel(
     columns = tl.cdiv(inner, BLOCK_N)
     if program < tiles * columns:
         expert, first, last, column = _moe_place(program, tiles_ptr, tiles, columns, GROUP)
-        TWO: tl.constexpr = GATES == "apart"
-        N: tl.constexpr = 2 * BLOCK_N if GATES != "apart" else BLOCK_N
-        n0 = column * BLOCK_N
-        if GATES == "pairs":
-            n0 = n0 * 2
-        k = tl.arange(0, BLOCK_K)
-        row = first + tl.arange(0, TOKENS)
-        token = tl.minimum(row, last - 1)
-        if sorted_ptr is not None:
-            token = tl.load(sorted_ptr + token) // top_k
-        x_at = x_ptr + token.to(tl.int64)[:, None] * stride_xt + k[None, :]
-        w_at = gate
-        up_at = up
-        step_w = 0
-        if LAYOUT == "rows" or LAYOUT == "columns":
-            rows: tl.constexpr = 2 if GATES == "pairs" else 1
-            n = tl.minimum(n0 + tl.arange(0, N), inner * rows - 1)
-            if LAYOUT == "rows":
-                at = n.to(tl.int64)[:, None] * stride_wn + k[None, :]
-                step_w = BLOCK_K
-            else:
-                at = n[:, None] + k.to(tl.int64)[None, :] * stride_wk
-                step_w = stride_wk.to(tl.int64) * BLOCK_K
-            w_at = gate + expert.to(tl.int64) * stride_we + at
-            if TWO:
-                up_at = up + expert.to(tl.int64) * stride_we + at
-        if EXTRA > 0:
-            more = row
-            if last - first > TOKENS:
-                more_row = first + TOKENS + tl.arange(0, EXTRA)
-                more = tl.minimum(more_row, last - 1)
-                if sorted_ptr is not None:
-                    more = tl.load(sorted_ptr + more) // top_k
-                more_at = x_ptr + more.to(tl.int64)[:, None] * stride_xt + k[None, :]
-                a, b, c, d = _moe_products(
-                    x_ptr, x_at, more_at, gate, w_at, up, up_at, first, expert, n0, hidden, step_w,
-                    TWO, LAYOUT, GATES, False, TOKENS, EXTRA, N, BLOCK_K, STAGES, SWAP, WHOLE,
-                )  # fmt: skip
-                _moe_store_up(
-                    a, b, h_ptr, gate_bias_ptr, up_bias_ptr, row, last, expert, column, inner,
-                    stride_be, stride_bn, alpha, limit, ACTIVATION, GATES, TOKENS, BLOCK_N, SWAP,
-                    UP_FIRST,
-                )  # fmt: skip
-                _moe_store_up(
-                    c, d, h_ptr, gate_bias_ptr, up_bias_ptr, more_row, last, expert, column, inner,
-                    stride_be, stride_bn, alpha, limit, ACTIVATION, GATES, EXTRA, BLOCK_N, SWAP,
-                    UP_FIRST,
-                )  # fmt: skip
-            else:
-                e, f, g, o = _moe_products(
-                    x_ptr, x_at, x_at, gate, w_at, up, up_at, first, expert, n0, hidden, step_w,
-                    TWO, LAYOUT, GATES, False, TOKENS, 0, N, BLOCK_K, STAGES, SWAP, WHOLE,
-                )  # fmt: skip
-                _moe_store_up(
-                    e, f, h_ptr, gate_bias_ptr, up_bias_ptr, row, last, expert, column, inner,
-                    stride_be, stride_bn, alpha, limit, ACTIVATION, GATES, TOKENS, BLOCK_N, SWAP,
-                    UP_FIRST,
-                )  # fmt: skip
-        else:
-            p, q, s, t = _moe_products(
-                x_ptr, x_at, x_at, gate, w_at, up, up_at, first, expert, n0, hidden, step_w, TWO,
-                LAYOUT, GATES, False, TOKENS, 0, N, BLOCK_K, STAGES, SWAP, WHOLE,
+        # A loop for each height that tiles have here.
+        if TALL > 0 and last - first > TOKENS + EXTRA:
+            _moe_up_tile(
+                x_ptr, gate, up, h_ptr, gate_bias_ptr, up_bias_ptr, sorted_ptr, expert, first, last,
+                column, top_k, inner, hidden, stride_xt, stride_we, stride_wn, stride_wk, stride_be,
+                stride_bn, alpha, limit, ACTIVATION, LAYOUT, GATES, UP_FIRST, TALL, 0, BLOCK_N,
+                BLOCK_K, TALL_STAGES, SWAP, WHOLE,
             )  # fmt: skip
-            _moe_store_up(
-                p, q, h_ptr, gate_bias_ptr, up_bias_ptr, row, last, expert, column, inner,
-                stride_be, stride_bn, alpha, limit, ACTIVATION, GATES, TOKENS, BLOCK_N, SWAP,
-                UP_FIRST,
+        elif EXTRA > 0 and last - first > TOKENS:
+            _moe_up_tile(
+                x_ptr, gate, up, h_ptr, gate_bias_ptr, up_bias_ptr, sorted_ptr, expert, first, last,
+                column, top_k, inner, hidden, stride_xt, stride_we, stride_wn, stride_wk, stride_be,
+                stride_bn, alpha, limit, ACTIVATION, LAYOUT, GATES, UP_FIRST, TOKENS, EXTRA,
+                BLOCK_N, BLOCK_K, STAGES, SWAP, WHOLE,
+            )  # fmt: skip
+        else:
+            _moe_up_tile(
+                x_ptr, gate, up, h_ptr, gate_bias_ptr, up_bias_ptr, sorted_ptr, expert, first, last,
+                column, top_k, inner, hidden, stride_xt, stride_we, stride_wn, stride_wk, stride_be,
+                stride_bn, alpha, limit, ACTIVATION, LAYOUT, GATES, UP_FIRST, TOKENS, 0, BLOCK_N,
+                BLOCK_K, STAGES, SWAP, WHOLE,
             )  # fmt: skip
 
 
@@ -764,8 +785,53 @@ def _moe_store_down(
 
 
 @triton.jit
+def _moe_down_tile(
+    h, h_ptr, w, y_ptr, bias_ptr, sorted_ptr, expert, first, last, column, hidden, inner,
+    stride_ht, stride_we, stride_wn, stride_wk, stride_be, stride_bn, LAYOUT: tl.constexpr,
+    H_BOXES: tl.constexpr, TOKENS: tl.constexpr, EXTRA: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    # Rows first to last of h, TOKENS and EXTRA at most, times one column of the weights.
+    n0 = column * BLOCK_N
+    k = tl.arange(0, BLOCK_K)
+    row = first + tl.arange(0, TOKENS)
+    h_at = h_ptr + tl.minimum(row, last - 1).to(tl.int64)[:, None] * stride_ht + k[None, :]
+    more_at = h_at
+    more_row = row
+    if EXTRA > 0:
+        more_row = first + TOKENS + tl.arange(0, EXTRA)
+        more = tl.minimum(more_row, last - 1)
+        more_at = h_ptr + more.to(tl.int64)[:, None] * stride_ht + k[None, :]
+    w_at = w
+    step_w = 0
+    if LAYOUT == "rows" or LAYOUT == "columns":
+        n = tl.minimum(n0 + tl.arange(0, BLOCK_N), hidden - 1)
+        if LAYOUT == "rows":
+            at = n.to(tl.int64)[:, None] * stride_wn + k[None, :]
+            step_w = BLOCK_K
+        else:
+            at = n[:, None] + k.to(tl.int64)[None, :] * stride_wk
+            step_w = stride_wk.to(tl.int64) * BLOCK_K
+        w_at = w + expert.to(tl.int64) * stride_we + at
+    a, b, c, d = _moe_products(
+        h, h_at, more_at, w, w_at, w, w_at, first, expert, n0, inner, step_w, False, LAYOUT,
+        "apart", H_BOXES, TOKENS, EXTRA, BLOCK_N, BLOCK_K, STAGES, SWAP, WHOLE,
+    )  # fmt: skip
+    _moe_store_down(
+        a, y_ptr, bias_ptr, sorted_ptr, row, last, expert, column, hidden, stride_be, stride_bn,
+        BLOCK_N, SWAP,
+    )  # fmt: skip
+    if EXTRA > 0:
+        _moe_store_down(
+            c, y_ptr, bias_ptr, sorted_ptr, more_row, last, expert, column, hidden, stride_be,
+            stride_bn, BLOCK_N, SWAP,
+        )  # fmt: skip
+
+
+@triton.jit
 def moe_down_kernel(
-    h,  # [rows, inner], pointer or descriptor
+    h,  # [rows, inner], a descriptor if H_BOXES
+    h_ptr,  # [rows, inner]
     w,  # [experts, hidden, inner]
     y_ptr,  # [slots, hidden]
     bias_ptr,  # [experts, hidden] or None
@@ -784,9 +850,11 @@ def moe_down_kernel(
     H_BOXES: tl.constexpr,
     TOKENS: tl.constexpr,
     EXTRA: tl.constexpr,
+    TALL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    TALL_STAGES: tl.constexpr,
     SWAP: tl.constexpr,
     GROUP: tl.constexpr,
     WHOLE: tl.constexpr,  # inner is a multiple of BLOCK_K
@@ -797,57 +865,24 @@ def moe_down_kernel(
     columns = tl.cdiv(hidden, BLOCK_N)
     if program < tiles * columns:
         expert, first, last, column = _moe_place(program, tiles_ptr, tiles, columns, GROUP)
-        n0 = column * BLOCK_N
-        k = tl.arange(0, BLOCK_K)
-        row = first + tl.arange(0, TOKENS)
-        x_at = h
-        if not H_BOXES:
-            x_at = h + tl.minimum(row, last - 1).to(tl.int64)[:, None] * stride_ht + k[None, :]
-        w_at = w
-        step_w = 0
-        if LAYOUT == "rows" or LAYOUT == "columns":
-            n = tl.minimum(n0 + tl.arange(0, BLOCK_N), hidden - 1)
-            if LAYOUT == "rows":
-                at = n.to(tl.int64)[:, None] * stride_wn + k[None, :]
-                step_w = BLOCK_K
-            else:
-                at = n[:, None] + k.to(tl.int64)[None, :] * stride_wk
-                step_w = stride_wk.to(tl.int64) * BLOCK_K
-            w_at = w + expert.to(tl.int64) * stride_we + at
-        if EXTRA > 0:
-            if last - first > TOKENS:
-                more_row = first + TOKENS + tl.arange(0, EXTRA)
-                more = tl.minimum(more_row, last - 1)
-                more_at = h + more.to(tl.int64)[:, None] * stride_ht + k[None, :]
-                a, b, c, d = _moe_products(
-                    h, x_at, more_at, w, w_at, w, w_at, first, expert, n0, inner, step_w, False,
-                    LAYOUT, "apart", False, TOKENS, EXTRA, BLOCK_N, BLOCK_K, STAGES, SWAP, WHOLE,
-                )  # fmt: skip
-                _moe_store_down(
-                    a, y_ptr, bias_ptr, sorted_ptr, row, last, expert, column, hidden, stride_be,
-                    stride_bn, BLOCK_N, SWAP,
-                )  # fmt: skip
-                _moe_store_down(
-                    c, y_ptr, bias_ptr, sorted_ptr, more_row, last, expert, column, hidden,
-                    stride_be, stride_bn, BLOCK_N, SWAP,
-                )  # fmt: skip
-            else:
-                e, f, g, o = _moe_products(
-                    h, x_at, x_at, w, w_at, w, w_at, first, expert, n0, inner, step_w, False,
-                    LAYOUT, "apart", False, TOKENS, 0, BLOCK_N, BLOCK_K, STAGES, SWAP, WHOLE,
-                )  # fmt: skip
-                _moe_store_down(
-                    e, y_ptr, bias_ptr, sorted_ptr, row, last, expert, column, hidden, stride_be,
-                    stride_bn, BLOCK_N, SWAP,
-                )  # fmt: skip
-        else:
-            p, q, s, t = _moe_products(
-                h, x_at, x_at, w, w_at, w, w_at, first, expert, n0, inner, step_w, False, LAYOUT,
-                "apart", H_BOXES, TOKENS, 0, BLOCK_N, BLOCK_K, STAGES, SWAP, WHOLE,
+        # A loop for each height that tiles have here.
+        if TALL > 0 and last - first > TOKENS + EXTRA:
+            _moe_down_tile(
+                h, h_ptr, w, y_ptr, bias_ptr, sorted_ptr, expert, first, last, column, hidden,
+                inner, stride_ht, stride_we, stride_wn, stride_wk, stride_be, stride_bn, LAYOUT, False,
+                TALL, 0, BLOCK_N, BLOCK_K, TALL_STAGES, SWAP, WHOLE,
             )  # fmt: skip
-            _moe_store_down(
-                p, y_ptr, bias_ptr, sorted_ptr, row, last, expert, column, hidden, stride_be,
-                stride_bn, BLOCK_N, SWAP,
+        elif EXTRA > 0 and last - first > TOKENS:
+            _moe_down_tile(
+                h, h_ptr, w, y_ptr, bias_ptr, sorted_ptr, expert, first, last, column, hidden,
+                inner, stride_ht, stride_we, stride_wn, stride_wk, stride_be, stride_bn, LAYOUT, False,
+                TOKENS, EXTRA, BLOCK_N, BLOCK_K, STAGES, SWAP, WHOLE,
+            )  # fmt: skip
+        else:
+            _moe_down_tile(
+                h, h_ptr, w, y_ptr, bias_ptr, sorted_ptr, expert, first, last, column, hidden,
+                inner, stride_ht, stride_we, stride_wn, stride_wk, stride_be, stride_bn, LAYOUT, H_BOXES,
+                TOKENS, 0, BLOCK_N, BLOCK_K, STAGES, SWAP, WHOLE,
             )  # fmt: skip
 
 
@@ -915,11 +950,9 @@ def moe_decode_up_kernel(
     stride_xt,
     stride_we,
     stride_wn,
-    stride_wk,
     stride_be,
     stride_bn,
     ACTIVATION: tl.constexpr,
-    LAYOUT: tl.constexpr,
     GATES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -938,12 +971,7 @@ def moe_decode_up_kernel(
         column = program - slot * columns
         n = tl.minimum(column * N + tl.arange(0, N), inner * rows - 1)
         k = tl.arange(0, BLOCK_K)
-        if LAYOUT == "rows":
-            at = n.to(tl.int64)[:, None] * stride_wn + k[None, :]
-            step = BLOCK_K
-        else:
-            at = n[:, None] + k.to(tl.int64)[None, :] * stride_wk
-            step = stride_wk.to(tl.int64) * BLOCK_K
+        at = n.to(tl.int64)[:, None] * stride_wn + k[None, :]
         gate_at = gate_ptr + expert.to(tl.int64) * stride_we + at
         up_at = up_ptr + expert.to(tl.int64) * stride_we + at
         x_at = x_ptr + (slot // top_k).to(tl.int64) * stride_xt + k
@@ -956,10 +984,10 @@ def moe_decode_up_kernel(
             x = _moe_load(x_at, mask, WHOLE).to(tl.float32)[None, :]
             x_at += BLOCK_K
             a += _moe_load(gate_at, mask[None, :], WHOLE).to(tl.float32) * x
-            gate_at += step
+            gate_at += BLOCK_K
             if GATES != "pairs":
                 b += _moe_load(up_at, mask[None, :], WHOLE).to(tl.float32) * x
-                up_at += step
+                up_at += BLOCK_K
         if GATES == "pairs":
             total, total_up = tl.reshape(tl.sum(a, 1), (BLOCK_N, 2)).split()
         else:
@@ -996,10 +1024,8 @@ def moe_decode_down_kernel(
     inner,
     stride_we,
     stride_wn,
-    stride_wk,
     stride_be,
     stride_bn,
-    LAYOUT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
@@ -1011,10 +1037,7 @@ def moe_decode_down_kernel(
     n = (program - token * columns) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_in = tl.minimum(n, hidden - 1)
     k_in = tl.arange(0, BLOCK_K)
-    if LAYOUT == "rows":
-        n_at = n_in.to(tl.int64)[:, None] * stride_wn
-    else:
-        n_at = n_in[:, None]
+    n_at = n_in.to(tl.int64)[:, None] * stride_wn
     steps = tl.cdiv(inner, BLOCK_K)
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     # One loop over all choices: the loads of the next one do not wait for this one's sum.
@@ -1028,11 +1051,7 @@ def moe_decode_down_kernel(
         there = expert >= 0
         weight_at = token.to(tl.int64) * stride_rt + choice * stride_rk
         weight = tl.load(weights_ptr + weight_at).to(tl.float32)
-        if LAYOUT == "rows":
-            at = n_at + k[None, :]
-        else:
-            at = n_at + k.to(tl.int64)[None, :] * stride_wk
-        w_at = w_ptr + tl.maximum(expert, 0).to(tl.int64) * stride_we + at
+        w_at = w_ptr + tl.maximum(expert, 0).to(tl.int64) * stride_we + n_at + k[None, :]
         w = _moe_load(w_at, (k < inner)[None, :], WHOLE)
         h_at = h_ptr + slot.to(tl.int64) * inner + k
         h = tl.load(h_at, mask=there & (k < inner), other=0.0).to(tl.float32)

@@ -213,8 +213,8 @@ def fused_moe_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run a whole layer: router, choice, experts with SiLU, weighted sum.
 
-    On a GPU that is five launches for up to 65536 tokens, three for one token; the host never
-    waits. Logits are float32.
+    On a GPU that is five launches for up to 32768 tokens, three for one token. The host does
+    not wait, but at the first call on a device. Logits are float32.
 
     Args:
         hidden_states: `[tokens, hidden]`, float16, bfloat16 or float32. Never changed.

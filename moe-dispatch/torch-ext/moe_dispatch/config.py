@@ -22,7 +22,7 @@ CONFIGS = pathlib.Path(__file__).parent / "configs"
 
 #: Tokens of one pass over the experts; more take several. Bounds the workspace, and the tables of
 #: the dispatch, of which every program reads all.
-MOST_TOKENS = 65536
+MOST_TOKENS = 32768
 #: Slots of a block of the dispatch, at most: each is compared with each.
 MOST_BLOCK = 512
 
@@ -34,6 +34,8 @@ class GemmConfig:
     Attributes:
         tokens: Rows of a tile.
         extra: Rows that a tile may have beyond that: what remains of an expert's rows.
+        tall: Rows of a tile of an expert with more than that many, an exception among the others;
+            0 for none.
         block_n: Outputs of a tile; of gate and of up, that many each.
         block_k: Length of a step.
         num_warps: Warps of a program.
@@ -47,6 +49,7 @@ class GemmConfig:
 
     tokens: int
     extra: int
+    tall: int
     block_n: int
     block_k: int
     num_warps: int
@@ -56,6 +59,20 @@ class GemmConfig:
     rows_by_box: bool
     wide: bool
     group: int
+
+    @property
+    def heights(self) -> tuple[int, int, int]:
+        """What an expert's rows are cut by."""
+        return self.tokens, self.extra, self.tall
+
+    def step_elements(self, rows: int, *, gates: bool) -> int:
+        """Return the elements of a step in flight, of so many rows."""
+        return (rows + self.block_n * (2 if gates else 1)) * self.block_k
+
+    def tall_stages(self, *, gates: bool) -> int:
+        """Return the steps in flight of a tall tile that need no more memory than the others."""
+        most = self.num_stages * self.step_elements(self.tokens + self.extra, gates=gates)
+        return max(2, most // self.step_elements(self.tall, gates=gates))
 
 
 @dataclass(frozen=True)
@@ -78,6 +95,11 @@ class ScoreConfig:
     splits: int
     num_warps: int
     num_stages: int
+
+    @property
+    def parts(self) -> int:
+        """Parts of a shared tile that are on their way at a time: 64 registers of each thread."""
+        return min(16, max(1, 64 * 32 * self.num_warps // (self.tokens * self.experts)))
 
 
 @dataclass(frozen=True)
@@ -126,59 +148,60 @@ def rows_per_expert(tokens: int, experts: int, top_k: int) -> float:
     return tokens * top_k / max(experts * (1 - (1 - top_k / experts) ** tokens), 1)
 
 
-def block_tokens(tokens: int, experts: int, top_k: int) -> int:
+def block_tokens(tokens: int, top_k: int) -> int:
     """Return the tokens whose slots the dispatch takes as one block, a power of two."""
     # Blocks are compared slot by slot with themselves, and every block reads the counts of all.
-    wanted = 16 if tokens <= 2048 else 32 if tokens <= 4096 else 64
-    most = min(MOST_BLOCK // top_k, 8192 // power_of_two(experts))
-    while wanted > 1 and wanted > most:
+    wanted = 64 if tokens > 8192 else 32 if tokens > 256 else max(4, min(16, power_of_two(tokens)))
+    while wanted * top_k > MOST_BLOCK:
         wanted //= 2
     return wanted
 
 
+def gate_tokens(block: int, experts: int, num_warps: int) -> int:
+    """Return the tokens that choose at a time: so many that their keys fit the registers."""
+    # 16 keys a thread, of 64 bits each, beside logits and weights; 8 where many tokens need
+    # several programs a multiprocessor.
+    keys = (512 if block < 64 else 256) * num_warps
+    return max(1, min(block, keys // power_of_two(experts)))
+
+
 # -------------------------------------------------------------------------------------- heuristics
-# (tokens, extra, n, k, warps, stages, swap, boxes, rows by box, wide, group) of tiles up to so many
+# (tokens, extra, tall, n, k, warps, stages, swap, boxes, rows by box, wide, group) of tiles up to so many
 # rows an expert. For Hopper and later: weights on the left while tiles are small, remainders ride
 # on full tiles, gate and up in one product where there are many rows.
 _BOXED_UP = (
-    (10, (16, 0, 64, 128, 4, 3, True, True, False, False, 4)),
-    (26, (32, 0, 64, 64, 4, 5, True, True, False, False, 4)),
-    (52, (32, 16, 64, 64, 4, 4, True, True, False, False, 4)),
-    (110, (64, 32, 128, 64, 8, 4, True, True, False, False, 4)),
-    (180, (128, 32, 128, 64, 8, 4, True, True, False, False, 4)),
-    (0, (128, 0, 128, 64, 8, 4, False, True, False, True, 8)),
+    (10, (16, 0, 64, 64, 128, 4, 3, True, True, False, False, 4)),
+    (26, (32, 0, 128, 64, 64, 4, 5, True, True, False, False, 4)),
+    (52, (32, 16, 128, 64, 64, 4, 4, True, True, False, False, 4)),
+    (110, (64, 32, 128, 128, 64, 8, 4, True, True, False, False, 4)),
+    (180, (128, 32, 0, 128, 64, 8, 4, True, True, False, False, 4)),
+    (0, (128, 0, 0, 128, 64, 8, 4, False, True, False, True, 8)),
 )
 _BOXED_DOWN = (
-    (10, (16, 0, 128, 128, 4, 3, True, True, False, False, 4)),
-    (26, (32, 0, 128, 64, 4, 5, True, True, False, False, 4)),
-    (52, (64, 0, 128, 64, 4, 4, True, True, True, False, 4)),
-    (110, (64, 16, 256, 64, 8, 4, True, True, False, False, 4)),
-    (180, (128, 32, 256, 64, 8, 3, True, True, False, False, 4)),
-    (0, (128, 0, 256, 64, 8, 4, False, True, True, False, 8)),
+    (10, (16, 0, 64, 128, 128, 4, 3, True, True, False, False, 4)),
+    (26, (32, 0, 128, 128, 64, 4, 5, True, True, False, False, 4)),
+    (52, (64, 0, 128, 128, 64, 4, 4, True, True, True, False, 4)),
+    (110, (64, 16, 128, 256, 64, 8, 4, True, True, False, False, 4)),
+    (180, (128, 32, 0, 256, 64, 8, 3, True, True, False, False, 4)),
+    (0, (128, 0, 0, 256, 64, 8, 4, False, True, True, False, 8)),
 )
 _PLAIN_UP = (
-    (10, (16, 0, 64, 128, 4, 3, False, False, False, False, 4)),
-    (26, (32, 0, 64, 64, 4, 4, False, False, False, False, 4)),
-    (80, (64, 0, 64, 64, 4, 4, False, False, False, False, 4)),
-    (0, (128, 0, 64, 64, 8, 3, False, False, False, False, 8)),
+    (10, (16, 0, 64, 64, 128, 4, 3, False, False, False, False, 4)),
+    (26, (32, 0, 128, 64, 64, 4, 4, False, False, False, False, 4)),
+    (80, (64, 0, 128, 64, 64, 4, 4, False, False, False, False, 4)),
+    (0, (128, 0, 0, 64, 64, 8, 3, False, False, False, False, 8)),
 )
 _PLAIN_DOWN = (
-    (10, (16, 0, 128, 128, 4, 3, False, False, False, False, 4)),
-    (26, (32, 0, 128, 64, 4, 4, False, False, False, False, 4)),
-    (80, (64, 0, 128, 64, 4, 4, False, False, False, False, 4)),
-    (0, (128, 0, 128, 64, 8, 3, False, False, False, False, 8)),
+    (10, (16, 0, 64, 128, 128, 4, 3, False, False, False, False, 4)),
+    (26, (32, 0, 128, 128, 64, 4, 4, False, False, False, False, 4)),
+    (80, (64, 0, 128, 128, 64, 4, 4, False, False, False, False, 4)),
+    (0, (128, 0, 0, 128, 64, 8, 3, False, False, False, False, 8)),
 )
 # float32 is multiplied in float32, without tensor cores.
 _FLOAT = (
-    (20, (16, 0, 32, 32, 4, 2, False, False, False, False, 4)),
-    (0, (32, 0, 64, 32, 4, 2, False, False, False, False, 4)),
+    (20, (16, 0, 0, 32, 32, 4, 2, False, False, False, False, 4)),
+    (0, (32, 0, 0, 32, 32, 4, 2, False, False, False, False, 4)),
 )
-
-
-def step_bytes(config: GemmConfig, itemsize: int, *, gates: bool) -> int:
-    """Return the bytes of shared memory that a step in flight takes."""
-    weights = config.block_n * (2 if gates else 1)
-    return (config.tokens + config.extra + weights) * config.block_k * itemsize
 
 
 def fitted(config: GemmConfig, itemsize: int, device: Device, *, gates: bool) -> GemmConfig:
@@ -187,7 +210,8 @@ def fitted(config: GemmConfig, itemsize: int, device: Device, *, gates: bool) ->
     held = 1 if not device.arch else 0  # on AMD one of the stages is in registers
     # Beside the steps there are barriers, and what changes layout on its way out.
     room = device.shared_memory - 2048
-    while stages > 2 and (stages - held) * step_bytes(config, itemsize, gates=gates) > room:
+    step = config.step_elements(config.tokens + config.extra, gates=gates) * itemsize
+    while stages > 2 and (stages - held) * step > room:
         stages -= 1
     return dataclasses.replace(config, num_stages=stages)
 
@@ -208,33 +232,45 @@ def heuristic(rows: float, itemsize: int, device: Device, *, gates: bool) -> Gem
 
 @functools.cache
 def whole(config: GemmConfig) -> GemmConfig:
-    """Return a tile that never grows."""
-    return dataclasses.replace(config, extra=0)
+    """Return a tile of one height."""
+    return dataclasses.replace(config, extra=0, tall=0)
 
 
 @functools.cache
-def without_row_boxes(config: GemmConfig) -> GemmConfig:
-    """Return a tile whose rows come by pointers."""
-    return dataclasses.replace(config, rows_by_box=False)
+def small_steps(config: GemmConfig) -> GemmConfig:
+    """Return a tile of the same height for operands that take many registers to address.
+
+    Those that are not aligned to 16 bytes come two bytes at a time, and columns by pointers have
+    an address each.
+    """
+    return dataclasses.replace(
+        config, block_n=min(config.block_n, 64), block_k=32, num_stages=2, boxes=False,
+        rows_by_box=False, wide=False,
+    )  # fmt: skip
 
 
-def decode_heuristic(layout: str, itemsize: int) -> DecodeConfig:
-    """Return a configuration for a few tokens, by how the weight lies."""
-    if layout == "columns":
-        return DecodeConfig(64, 64, 4, 2)
+def decode_heuristic(itemsize: int) -> DecodeConfig:
+    """Return a configuration for a few tokens."""
     return DecodeConfig(8, 2048 // itemsize, 4, 1)
 
 
-def score_heuristic(tokens: int, experts: int, hidden: int, device: Device) -> ScoreConfig:
+def score_heuristic(
+    tokens: int, experts: int, hidden: int, itemsize: int, device: Device
+) -> ScoreConfig:
     """Return a configuration of the router's product; `tokens` is a power of two."""
-    block_t = min(max(tokens, 16), 64)
-    block_e = min(max(power_of_two(experts), 16), 64 if tokens <= 2048 else 128)
-    block_k = 128 if block_t <= 16 else 64
+    # Few tokens a tile spread the choices over many multiprocessors; many share the weight.
+    block_t = 16 if tokens <= 256 else 32 if tokens <= 4096 else 64
+    # All experts in one tile need one arrival less; many are shared out.
+    block_e = min(max(power_of_two(experts), 16), 128)
+    block_k = (256 if block_t <= 16 else 128) // itemsize
+    if itemsize == 4:  # without tensor cores operands take registers
+        block_t, block_k = 16 if tokens <= 256 else 32 if tokens <= 8192 else 64, 16
+        block_e = min(block_e, 64)
     steps = -(-hidden // block_k)
     tiles = -(-tokens // block_t) * -(-experts // block_e)
-    # Enough programs for all multiprocessors, and at least two steps for each.
-    splits = max(1, min(2 * device.multiprocessors // tiles, steps // 2, 32))
-    return ScoreConfig(block_t, block_e, block_k, splits, 8 if block_e * block_t >= 4096 else 4, 3)
+    splits = max(1, min(2 * device.multiprocessors // tiles, steps, 16))
+    warps = 8 if block_e * block_t >= 2048 or experts > 256 else 4
+    return ScoreConfig(block_t, block_e, block_k, splits, warps, 3 if itemsize == 2 else 2)
 
 
 # ------------------------------------------------------------------------------------------ tables
@@ -277,29 +313,27 @@ def gemm_config(gates: bool, tokens: int, sizes: Sizes, device: torch.device) ->
 
 
 @functools.cache
-def score_config(tokens: int, block: int, sizes: Sizes, device: torch.device) -> ScoreConfig:
+def score_config(
+    tokens: int, block: int, itemsize: int, sizes: Sizes, device: torch.device
+) -> ScoreConfig:
     """Return the configuration of the router's product; `tokens` is a bucket.
 
-    Its tile holds whole blocks of the dispatch, `block` tokens each.
+    Its tile holds whole blocks of the dispatch, `block` tokens each. `itemsize` is that of the
+    wider operand.
     """
-    entry = _entry("score", tokens, sizes, device)
+    entry = _entry("score", tokens, sizes, device) if itemsize == sizes.itemsize else None
     if entry is None:
-        found = score_heuristic(tokens, sizes.experts, sizes.hidden, of_device(device))
+        found = score_heuristic(tokens, sizes.experts, sizes.hidden, itemsize, of_device(device))
     else:
         found = ScoreConfig(**entry)
     return dataclasses.replace(found, tokens=max(found.tokens, block))
 
 
 @functools.cache
-def decode_config(
-    gates: bool, tokens: int, layout: str, sizes: Sizes, device: torch.device
-) -> DecodeConfig:
+def decode_config(gates: bool, tokens: int, sizes: Sizes, device: torch.device) -> DecodeConfig:
     """Return the configuration of a decoding kernel; `tokens` is a bucket."""
-    if layout == "rows":
-        entry = _entry("decode up" if gates else "decode down", tokens, sizes, device)
-        if entry is not None:
-            return DecodeConfig(**entry)
-    return decode_heuristic(layout, sizes.itemsize)
+    entry = _entry("decode up" if gates else "decode down", tokens, sizes, device)
+    return decode_heuristic(sizes.itemsize) if entry is None else DecodeConfig(**entry)
 
 
 def decodes(tokens: int, sizes: Sizes) -> bool:

@@ -9,11 +9,17 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import _kernels
+from ._shared.device import on_nvidia
 from ._shared.launcher import launch
 
 
 def _kind(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
     return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
+
+
+def _long(*tensors: Tensor) -> tuple[bool, ...]:
+    """Return which strides Triton takes as 64 bits, where it does not specialise on them."""
+    return tuple(stride >= 2**31 for tensor in tensors for stride in tensor.stride())
 
 
 def route(
@@ -27,7 +33,10 @@ def route(
     tokens, experts = logits.shape
     top_k, group_size, top_groups, scale = gate
     launch(
-        ("route", logits.get_device(), *_kind(logits, bias), *constants.values()),
+        (
+            "route", logits.get_device(), *_kind(logits, bias), experts, *logits.stride(),
+            num_warps, *constants.values(),
+        ),
         _kernels.moe_route_kernel,
         -(-tokens // constants["TOKENS"]),
         (logits, bias, ids, weights),
@@ -40,10 +49,13 @@ def route(
 def score(
     x: Tensor, router: Tensor, router_bias: Tensor | None, logits: Tensor, parts: Tensor,
     arrivals: Tensor, bias: Tensor | None, ids: Tensor, weights: Tensor, rounded: Tensor | None,
-    slots: Tensor | None, counts: Tensor | None, gate: tuple, constants: dict, splits: int,
-    span: int, config,
+    slots: Tensor | None, counts: Tensor | None, gate: tuple, constants: dict, block: int,
+    splits: int, span: int, config,
 ) -> None:  # fmt: skip
-    """Launch the router's product and the choice of experts by it."""
+    """Launch the router's product and the choice of experts by it.
+
+    `counts` are of blocks of `block` tokens.
+    """
     tokens, hidden = x.shape
     experts = router.shape[0]
     top_k, group_size, top_groups, scale = gate
@@ -51,13 +63,13 @@ def score(
     tiles = -(-tokens // config.tokens) * slabs
     constants = constants | {
         "BLOCK_T": config.tokens, "BLOCK_E": config.experts, "BLOCK_K": config.block_k,
-        "STAGES": config.num_stages,
+        "PARTS": config.parts, "BLOCK": block, "STAGES": config.num_stages,
     }  # fmt: skip
     sizes = (hidden, x.stride(0), router.stride(0))
     launch(
         (
-            "score", x.get_device(), *_kind(x, router, router_bias, bias, rounded, slots), *sizes,
-            config.num_warps, *constants.values(),
+            "score", x.get_device(), *_kind(x, router, router_bias, bias, rounded, slots), experts,
+            *sizes, config.num_warps, *constants.values(),
         ),
         _kernels.moe_score_kernel,
         tiles * splits,
@@ -66,6 +78,8 @@ def score(
         (tokens, experts, top_k, group_size, top_groups, scale, splits, span, slabs, tiles, *sizes),
         constants,
         config.num_warps,
+        # Two programs a multiprocessor: one chooses while the other multiplies.
+        128 if config.tokens >= 64 and x.element_size() == 2 and on_nvidia() else 0,
     )  # fmt: skip
 
 
@@ -76,7 +90,10 @@ def count(
     """Launch the count of the slots [tokens, top_k] of each expert, in blocks of `size`."""
     top_k = ids.shape[1]
     launch(
-        ("count", ids.get_device(), *_kind(ids, expert_map), num_warps, *constants.values()),
+        (
+            "count", ids.get_device(), *_kind(ids, expert_map), _long(ids), num_warps,
+            *constants.values(),
+        ),
         _kernels.moe_count_kernel,
         -(-ids.numel() // size),
         (ids, expert_map, slots, counts),
@@ -92,7 +109,7 @@ def index(
     num_warps: int,
 ) -> None:  # fmt: skip
     """Launch the ordering of slots by expert, and the cut into tiles as high as up and down say."""
-    heights = (up.tokens, up.extra), (down.tokens, down.extra)
+    heights = up.heights, down.heights
     constants = {"ONE": heights[0] == heights[1], **constants}
     launch(
         ("index", slots.get_device(), num_warps, *constants.values()),
@@ -112,7 +129,7 @@ def cut(offsets: Tensor, tiles: Tensor, counted: Tensor, height: int, programs: 
         _kernels.moe_cut_kernel,
         programs,
         (offsets, tiles, counted),
-        (offsets.numel() - 1, height, 0, programs),
+        (offsets.numel() - 1, height, programs),
         {"EXPERTS": size},
         4,
     )
@@ -147,7 +164,7 @@ def up(
         weights = tuple(_box(weight, layout, n, config.block_k) for weight in weights)
     constants = {
         "ACTIVATION": activation, "LAYOUT": layout, "GATES": gates, "UP_FIRST": up_first,
-        **_tile(config, hidden),
+        **_tile(config, hidden, True),
     }  # fmt: skip
     sizes = (
         inner, hidden, x.stride(0), *gate.stride(),
@@ -178,7 +195,7 @@ def down(
     if config.rows_by_box:
         block = [config.tokens, config.block_k]
         rows = TensorDescriptor(h, list(h.shape), list(h.stride()), block)
-    constants = {"LAYOUT": layout, "H_BOXES": config.rows_by_box, **_tile(config, inner)}
+    constants = {"LAYOUT": layout, "H_BOXES": config.rows_by_box, **_tile(config, inner, False)}
     sizes = (hidden, inner, h.stride(0), *w.stride(), *((0, 0) if bias is None else bias.stride()))
     launch(
         (
@@ -187,7 +204,7 @@ def down(
         ),
         _kernels.moe_down_kernel,
         most * -(-hidden // config.block_n),
-        (rows, weight, y, bias, places, tiles, counted),
+        (rows, h, weight, y, bias, places, tiles, counted),
         sizes,
         constants,
         config.num_warps,
@@ -201,10 +218,11 @@ def _box(weight: Tensor, layout: str, n: int, k: int) -> TensorDescriptor:
     return TensorDescriptor(flipped, list(flipped.shape), list(flipped.stride()), [1, k, n])
 
 
-def _tile(config, size: int) -> dict[str, object]:
+def _tile(config, size: int, gates: bool) -> dict[str, object]:
     return {
-        "TOKENS": config.tokens, "EXTRA": config.extra, "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k, "STAGES": config.num_stages, "SWAP": config.swap,
+        "TOKENS": config.tokens, "EXTRA": config.extra, "TALL": config.tall,
+        "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STAGES": config.num_stages,
+        "TALL_STAGES": config.tall_stages(gates=gates), "SWAP": config.swap,
         "GROUP": config.group, "WHOLE": size % config.block_k == 0,
     }  # fmt: skip
 
@@ -219,7 +237,8 @@ def combine(
     constants = {"TOP_K": weights.shape[1], "BLOCK": block}
     launch(
         (
-            "combine", y.get_device(), *_kind(y, slots, places, weights, out), hidden, num_warps,
+            "combine", y.get_device(), *_kind(y, slots, places, weights, out), _long(weights), hidden,
+            num_warps,
             *constants.values(),
         ),
         _kernels.moe_combine_kernel,
@@ -234,22 +253,25 @@ def combine(
 def decode_up(
     x: Tensor, gate: Tensor, up: Tensor | None, h: Tensor, gate_bias: Tensor | None,
     up_bias: Tensor | None, ids: Tensor, expert_map: Tensor | None, given: int, activation: str,
-    alpha: float, limit: float, layout: str, config,
+    alpha: float, limit: float, config,
 ) -> None:  # fmt: skip
-    """Launch h = act(x gate^T, x up^T) slot by slot; without `up`, `gate` holds pairs of both."""
+    """Launch h = act(x gate^T, x up^T) slot by slot; without `up`, `gate` holds pairs of both.
+
+    Weights are dense along their last dimension.
+    """
     hidden, inner = x.shape[1], h.shape[1]
     columns = -(-inner // config.block_n)
     constants = {
-        "ACTIVATION": activation, "LAYOUT": layout, "GATES": "pairs" if up is None else "apart",
+        "ACTIVATION": activation, "GATES": "pairs" if up is None else "apart",
         **_decode(config, hidden),
     }  # fmt: skip
     sizes = (
-        inner, hidden, x.stride(0), *gate.stride(),
+        inner, hidden, x.stride(0), *gate.stride()[:2],
         *((0, 0) if gate_bias is None else gate_bias.stride()),
     )  # fmt: skip
     launch(
         (
-            "decode up", x.get_device(), *_kind(x, gate_bias, ids, expert_map), *sizes,
+            "decode up", x.get_device(), *_kind(x, gate_bias, ids, expert_map), _long(ids), *sizes,
             config.num_warps, *constants.values(),
         ),
         _kernels.moe_decode_up_kernel,
@@ -263,16 +285,17 @@ def decode_up(
 
 def decode_down(
     h: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, ids: Tensor,
-    expert_map: Tensor | None, given: int, weights: Tensor, layout: str, config,
+    expert_map: Tensor | None, given: int, weights: Tensor, config,
 ) -> None:  # fmt: skip
     """Launch the weighted sum of h w^T + bias over each token's choices."""
     inner, hidden = h.shape[1], out.shape[1]
     columns = -(-hidden // config.block_n)
-    constants = {"LAYOUT": layout, **_decode(config, inner)}
-    sizes = (hidden, inner, *w.stride(), *((0, 0) if bias is None else bias.stride()))
+    constants = _decode(config, inner)
+    sizes = (hidden, inner, *w.stride()[:2], *((0, 0) if bias is None else bias.stride()))
     launch(
         (
-            "decode down", h.get_device(), *_kind(h, bias, ids, expert_map, weights), *sizes,
+            "decode down", h.get_device(), *_kind(h, bias, ids, expert_map, weights), _long(ids, weights),
+            *sizes,
             config.num_warps, *constants.values(),
         ),
         _kernels.moe_decode_down_kernel,

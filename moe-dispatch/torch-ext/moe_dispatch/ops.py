@@ -65,9 +65,15 @@ def _gate(experts: int, tokens: int, routing: Routing) -> tuple[tuple, dict[str,
         "TOKENS": tokens,
         "GROUPS": config.power_of_two(routing.num_groups),
         "GROUP": config.power_of_two(size),
-        "CHOICES": config.power_of_two(routing.top_k),
     }
     return numbers, constants
+
+
+def route_block(experts: int, groups: int) -> tuple[int, int]:
+    """Return tokens and warps of a program that chooses by logits that are there."""
+    columns = config.power_of_two(groups) * config.power_of_two(experts // groups)
+    # A warp has a line or two: each choice waits for the one before, tokens do not.
+    return max(1, min(64, 1024 // columns)), 8 if columns > 512 else 4
 
 
 def choose(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -77,13 +83,11 @@ def choose(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tenso
         return reference.route(logits, *routing[:3], bias, *routing[3:])
     ids = logits.new_empty(tokens, routing.top_k, dtype=torch.int64)
     weights = logits.new_empty(tokens, routing.top_k, dtype=torch.float32)
-    columns = config.power_of_two(routing.num_groups) * config.power_of_two(
-        experts // routing.num_groups
-    )
-    numbers, constants = _gate(experts, max(1, min(64, 4096 // columns)), routing)
+    block, warps = route_block(experts, routing.num_groups)
+    numbers, constants = _gate(experts, block, routing)
     with device_guard(logits):
         bias = None if bias is None else bias.contiguous()
-        launch.route(logits, bias, ids, weights, numbers, constants, 4)
+        launch.route(logits, bias, ids, weights, numbers, constants, warps)
     return ids, weights
 
 
@@ -163,7 +167,7 @@ class _Plan(NamedTuple):
 @functools.lru_cache(4096)
 def _plan(tokens: int, sizes: config.Sizes, device: torch.device) -> _Plan:
     bucket, slots = config.bucket(tokens), tokens * sizes.top_k
-    block = config.block_tokens(bucket, sizes.experts, sizes.top_k)
+    block = config.block_tokens(bucket, sizes.top_k)
     up, down = (config.gemm_config(gates, bucket, sizes, device) for gates in (True, False))
     most = (config.most_tiles(slots, sizes.experts, each.tokens) for each in (up, down))
     return _Plan(block, -(-tokens // block), up, down, *most)
@@ -177,19 +181,28 @@ def _tables(like: Tensor, slots: int, experts: int, plan: _Plan) -> _Dispatch:
     return _Dispatch(*(part[:number] for part, number in zip(parts, numbers, strict=True)))
 
 
+@functools.lru_cache(4096)
+def dispatch_constants(
+    experts: int, size: int
+) -> tuple[dict[str, object], dict[str, object], int]:
+    """Return the constants of count and index for blocks of so many slots, and their warps."""
+    padded = config.power_of_two(max(experts, 16))
+    count = {"EXPERTS": padded, "SIZE": config.power_of_two(max(size, 16))}
+    index = {
+        **count,
+        "CHUNK": 16,
+        "ROWS": max(2, min(16, 4096 // padded)),
+    }
+    return count, index, 8 if experts > 64 else 4
+
+
 def _index(tables: _Dispatch, experts: int, top_k: int, plan: _Plan) -> None:
     """Fill places and tiles from slots and counts."""
     size = plan.block * top_k
-    constants = {
-        "EXPERTS": config.power_of_two(max(experts, 16)),
-        "SIZE": config.power_of_two(max(size, 16)),
-        "CHUNK": 16,
-        "ROWS": 8,
-    }
+    _, constants, warps = dispatch_constants(experts, size)
     launch.index(
         tables.slots, tables.counts, tables.places, tables.up_tiles, tables.down_tiles,
-        tables.counted, size, plan.blocks, experts, plan.up, plan.down, constants,
-        8 if experts > 64 else 4,
+        tables.counted, size, plan.blocks, experts, plan.up, plan.down, constants, warps,
     )  # fmt: skip
 
 
@@ -197,13 +210,12 @@ def _count(
     tables: _Dispatch, ids: Tensor, expert_map: Tensor | None, experts: int, plan: _Plan
 ) -> None:
     """Fill slots and counts from ids [tokens, top_k]."""
-    padded = config.power_of_two(max(experts, 16))
-    constants = {"EXPERTS": padded, "CHUNK": max(8, min(64, 8192 // padded))}
+    size = plan.block * ids.shape[1]
+    constants, _, warps = dispatch_constants(experts, size)
     given = experts if expert_map is None else expert_map.numel()
     launch.count(
-        ids, expert_map, tables.slots, tables.counts, experts, given, plan.block * ids.shape[1],
-        constants, 8 if experts > 64 else 4,
-    )  # fmt: skip
+        ids, expert_map, tables.slots, tables.counts, experts, given, size, constants, warps
+    )
 
 
 # ----------------------------------------------------------------------------------------- layouts
@@ -216,15 +228,19 @@ def _layout(weight: Tensor) -> str | None:
     return None
 
 
-def _boxable(weight: Tensor, layout: str) -> bool:
-    """Return whether TMA can read a weight: 16 bits, and everything a multiple of 16 bytes."""
-    along = 1 if layout == "rows" else 2
-    return (
-        weight.element_size() == 2
-        and weight.data_ptr() % 16 == 0
-        and all(0 < weight.stride(i) < 2**38 and weight.stride(i) % 8 == 0 for i in (0, along))
-        and weight.stride(2 if layout == "rows" else 1) == 1
+def _aligned(tensor: Tensor, *strides: int) -> bool:
+    """Return whether what TMA reads begins at multiples of 16 bytes, and can have such strides."""
+    size = tensor.element_size()
+    return tensor.data_ptr() % 16 == 0 and all(
+        0 < stride < 2**38 and stride * size % 16 == 0 for stride in strides
     )
+
+
+def _weight_aligned(weight: Tensor, layout: str) -> bool:
+    """Return whether a weight [experts, n, k] is aligned, and truly dense in its layout."""
+    across, along = (1, 2) if layout == "rows" else (2, 1)
+    strides = weight.stride(0), weight.stride(across)
+    return weight.stride(along) == 1 and _aligned(weight, *strides)
 
 
 class _Gates(NamedTuple):
@@ -236,7 +252,7 @@ class _Gates(NamedTuple):
         gate_bias: `[experts, inner]` or None.
         up_bias: `[experts, inner]` or None.
         layout: "rows" or "columns".
-        boxes: Whether TMA can read them.
+        aligned: Whether all is aligned to 16 bytes.
         halves: Whether one box can hold rows of both.
     """
 
@@ -245,7 +261,7 @@ class _Gates(NamedTuple):
     gate_bias: Tensor | None
     up_bias: Tensor | None
     layout: str
-    boxes: bool
+    aligned: bool
     halves: bool
 
 
@@ -261,12 +277,12 @@ def _gates(weights: Weights, interleaved: bool) -> _Gates:
         gate, layout = gate.contiguous(), "rows"
         up = None if up is None else up.contiguous()
     if up is None and interleaved:
-        return _Gates(gate, None, *biases, layout, _boxable(gate, layout), False)
+        return _Gates(gate, None, *biases, layout, _weight_aligned(gate, layout), False)
     if up is None:
         gate, up = reference.halves(gate, False)
-    boxes = _boxable(gate, layout) and up.data_ptr() % 16 == 0
+    aligned = _weight_aligned(gate, layout) and _aligned(up)
     apart = abs(up.data_ptr() - gate.data_ptr())
-    return _Gates(gate, up, *biases, layout, boxes, layout == "rows" and 0 < apart < 2**39)
+    return _Gates(gate, up, *biases, layout, aligned, layout == "rows" and 0 < apart < 2**39)
 
 
 def _dense(weight: Tensor) -> tuple[Tensor, str]:
@@ -285,24 +301,32 @@ def _sizes(x: Tensor, weights: Weights, top_k: int) -> config.Sizes:
     return config.Sizes(experts, top_k, hidden, inner, x.element_size())
 
 
+def _decodes(tokens: int, sizes: config.Sizes, weights: Weights) -> bool:
+    """Return whether slots are served one by one, which needs weights that are dense in rows."""
+    return config.decodes(tokens, sizes) and "columns" not in (
+        _layout(weights.gate_up),
+        _layout(weights.down),
+    )
+
+
 def _decode(
     x: Tensor, weights: Weights, ids: Tensor, expert_map: Tensor | None, router: Tensor,
     gating: Gating, sizes: config.Sizes, out: Tensor,
 ) -> None:  # fmt: skip
     """Serve each slot by itself: two launches, no order."""
     gates = _gates(weights, gating.interleaved)
-    down, layout = _dense(weights.down)
+    down, _ = _dense(weights.down)
     bucket = config.bucket(x.shape[0])
     given = sizes.experts if expert_map is None else expert_map.numel()
     h = x.new_empty(ids.numel(), sizes.inner)
     launch.decode_up(
         x, gates.gate, gates.up, h, gates.gate_bias, gates.up_bias, ids, expert_map, given,
-        gating.activation, gating.alpha, gating.limit, gates.layout,
-        config.decode_config(True, bucket, gates.layout, sizes, x.device),
+        gating.activation, gating.alpha, gating.limit,
+        config.decode_config(True, bucket, sizes, x.device),
     )  # fmt: skip
     launch.decode_down(
-        h, down, out, weights.down_bias, ids, expert_map, given, router, layout,
-        config.decode_config(False, bucket, layout, sizes, x.device),
+        h, down, out, weights.down_bias, ids, expert_map, given, router,
+        config.decode_config(False, bucket, sizes, x.device),
     )  # fmt: skip
 
 
@@ -310,10 +334,14 @@ def up(
     x: Tensor, gates: _Gates, h: Tensor, places: Tensor | None, tiles: Tensor, counted: Tensor,
     top_k: int, most: int, gating: Gating, tile: config.GemmConfig, device: config.Device,
 ) -> None:  # fmt: skip
-    """Launch gate and up with a tile, or what of it the weights' layout allows."""
+    """Launch gate and up with a tile, or what of it the operands allow."""
     layout = gates.layout
-    if tile.boxes and gates.boxes and device.boxes:
-        layout = layout[:-1] + " boxes"
+    if x.element_size() == 2:
+        aligned = gates.aligned and _aligned(x, *([x.stride(0)] if x.shape[0] > 1 else []))
+        if aligned and tile.boxes and device.boxes:
+            layout = layout[:-1] + " boxes"
+        elif not aligned or layout == "columns":
+            tile = config.small_steps(tile)
     how = "apart"
     if gates.up is None:
         how = "pairs"
@@ -329,13 +357,14 @@ def down(
     h: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, places: Tensor | None,
     tiles: Tensor, counted: Tensor, most: int, tile: config.GemmConfig, device: config.Device,
 ) -> None:  # fmt: skip
-    """Launch down with a tile, or what of it the layouts allow."""
+    """Launch down with a tile, or what of it the operands allow."""
     weight, layout = _dense(weight)
-    if tile.boxes and device.boxes and _boxable(weight, layout):
-        layout = layout[:-1] + " boxes"
-    boxable = h.element_size() == 2 and h.stride(0) % 8 == 0 and h.data_ptr() % 16 == 0
-    if tile.rows_by_box and not (device.boxes and boxable):
-        tile = config.without_row_boxes(tile)
+    if h.element_size() == 2:
+        aligned = _weight_aligned(weight, layout) and _aligned(h, h.stride(0))
+        if aligned and tile.boxes and device.boxes:
+            layout = layout[:-1] + " boxes"
+        elif not aligned or layout == "columns":
+            tile = config.small_steps(tile)
     launch.down(h, weight, y, bias, places, tiles, counted, most, layout, tile)
 
 
@@ -353,7 +382,7 @@ def _grouped(
         top_k, plan.up_most, gating, plan.up, device,
     )  # fmt: skip
     y = x.new_empty(tables.slots.numel(), sizes.hidden)
-    one = (plan.up.tokens, plan.up.extra) == (plan.down.tokens, plan.down.extra)
+    one = plan.up.heights == plan.down.heights
     tiles = tables.up_tiles if one else tables.down_tiles
     counted = tables.counted if one else tables.counted[1:]
     down(
@@ -381,7 +410,7 @@ def run(
     out = x.new_empty(tokens, sizes.hidden)
     x = _rows(x)
     with device_guard(x):
-        if config.decodes(tokens, sizes):
+        if _decodes(tokens, sizes, weights):
             _decode(x, weights, ids, expert_map, router, gating, sizes, out)
             return out
         for first in range(0, tokens, config.MOST_TOKENS):
@@ -534,24 +563,41 @@ def _score(
     counts: Tensor | None, sizes: config.Sizes,
 ) -> Tensor:  # fmt: skip
     """Choose experts for x [tokens, hidden]; return the logits [tokens, experts] in float32."""
+    itemsize = max(x.element_size(), router.element_size())
+    tile = config.score_config(config.bucket(x.shape[0]), block, itemsize, sizes, x.device)
+    return score_with(
+        x, router, router_bias, routing, block, ids, weights, rounded, slots, counts, tile
+    )
+
+
+def score_with(
+    x: Tensor, router: Tensor, router_bias: Tensor | None, routing: Routing, block: int,
+    ids: Tensor, weights: Tensor, rounded: Tensor | None, slots: Tensor | None,
+    counts: Tensor | None, tile: config.ScoreConfig,
+) -> Tensor:  # fmt: skip
+    """Do what `_score` does, with a tile of the router's product."""
     tokens, hidden = x.shape
     experts = router.shape[0]
-    tile = config.score_config(config.bucket(tokens), block, sizes, x.device)
     steps = -(-hidden // tile.block_k)
     span = -(-steps // tile.splits)
     splits = -(-steps // span)
     slabs = -(-experts // tile.experts)
     blocks = -(-tokens // tile.tokens)
+    assert blocks * slabs + blocks <= arrivals.MOST, (tokens, experts, tile)
     logits = x.new_empty(tokens, experts, dtype=torch.float32)
     parts = logits
     if splits > 1:
         programs = blocks * slabs * splits
-        parts = x.new_empty(2 * programs * tile.tokens * tile.experts, dtype=torch.float32)
-    numbers, constants = _gate(experts, block, routing)
+        parts = x.new_empty(programs * tile.tokens * tile.experts, dtype=torch.float32)
+    numbers, constants = _gate(
+        experts, config.gate_tokens(block, experts, tile.num_warps), routing
+    )
+    if router_bias is not None:
+        router_bias = router_bias.contiguous()
     launch.score(
         x, _rows(router), router_bias, logits, parts,
         arrivals.counters(x.device, blocks * slabs + blocks), None, ids, weights, rounded, slots,
-        counts, numbers, constants, splits, span, tile,
+        counts, numbers, constants, block, splits, span, tile,
     )  # fmt: skip
     return logits
 
@@ -577,8 +623,8 @@ def moe(
     x = _rows(x)
     other = None if rounded is mix else rounded
     with device_guard(x):
-        if config.decodes(tokens, sizes):
-            block = config.block_tokens(config.bucket(tokens), sizes.experts, top_k)
+        if _decodes(tokens, sizes, weights):
+            block = config.block_tokens(config.bucket(tokens), top_k)
             _score(x, router, router_bias, routing, block, ids, mix, other, None, None, sizes)
             _decode(x, weights, ids, None, mix, gating, sizes, out)
             return out, ids, rounded
@@ -649,7 +695,7 @@ def router(
         for first in range(0, tokens, config.MOST_TOKENS):
             part = slice(first, min(first + config.MOST_TOKENS, tokens))
             bucket = config.bucket(part.stop - first)
-            block = config.block_tokens(bucket, sizes.experts, top_k)
+            block = config.block_tokens(bucket, top_k)
             found.append(
                 _score(
                     x[part], weight, bias, routing, block, ids[part], mix[part], None, None, None,

@@ -98,7 +98,7 @@ def route(
         allowed = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(-1, kept, True)
         allowed = allowed.repeat_interleave(groups.shape[-1], -1)
         key = torch.where(allowed, key, torch.full_like(key, -(2**32)))
-    ids = _first(key, top_k)
+    ids = _first(key, top_k).contiguous()
     return ids, weigh(logits, ids, scoring, renormalize, scale)
 
 

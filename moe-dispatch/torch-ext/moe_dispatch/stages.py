@@ -158,8 +158,7 @@ def unpermute_tokens(
     function = "unpermute_tokens"
     check_float_tensor(function, "expert_outputs", expert_outputs)
     check_count(function, "top_k", top_k, 32)
-    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int):
-        raise TypeError(f"{function}: num_tokens must be an integer, got {describe(num_tokens)}")
+    _check_tokens(function, num_tokens)
     slots = num_tokens * top_k
     if expert_outputs.dim() != 2 or expert_outputs.shape[0] != slots:
         raise ValueError(
@@ -172,7 +171,7 @@ def unpermute_tokens(
     )  # fmt: skip
     _check_places(function, "restore_idx", restore_idx, slots, expert_outputs)
     if needs_operator(function, expert_outputs, top_k_weights):
-        y = expert_outputs[restore_idx].view(num_tokens, top_k, -1)
+        y = expert_outputs[restore_idx].view(num_tokens, top_k, expert_outputs.shape[1])
         total = (y.float() * top_k_weights.float().unsqueeze(-1)).sum(1)
         return total.to(expert_outputs.dtype)
     return ops.unpermute(expert_outputs, top_k_weights, restore_idx)
@@ -268,8 +267,7 @@ def fused_expert_ffn(
     check_float_tensor(function, "permuted_tokens", permuted_tokens)
     check_count(function, "num_experts", num_experts, 1024)
     check_count(function, "top_k", top_k, 32)
-    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int):
-        raise TypeError(f"{function}: num_tokens must be an integer, got {describe(num_tokens)}")
+    _check_tokens(function, num_tokens)
     slots = num_tokens * top_k
     shape = permuted_tokens.shape
     if permuted_tokens.dim() != 2 or shape[0] != slots or not shape[1]:
@@ -310,6 +308,13 @@ def _check_ids(function: str, ids: object, num_experts: object) -> None:
             f"got {describe(ids)}"
         )
     check_count(function, "num_experts", num_experts, 1024)
+
+
+def _check_tokens(function: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{function}: num_tokens must be an integer, got {describe(value)}")
+    if value < 0:
+        raise ValueError(f"{function}: num_tokens must be from 0, got {value}")
 
 
 def _check_places(function: str, name: str, value: object, count: int, like: Tensor) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 _compiled: dict[Hashable, Any] = {}
 #: Entries at most: strides are part of keys, and a server may see ever new ones.
@@ -22,7 +23,7 @@ def launch(
     key: Hashable,
     kernel: Any,
     programs: int,
-    tensors: tuple[torch.Tensor | None, ...],
+    tensors: tuple[torch.Tensor | TensorDescriptor | None, ...],
     scalars: tuple[int | float, ...],
     constants: dict[str, Any],
     num_warps: int,
@@ -33,20 +34,24 @@ def launch(
     Args:
         key: Equal for two calls only if Triton would compile the same for both, alignment and
             size of storage aside: it has to tell the kernel, the device, which tensors are None,
-            their dtypes, the values of specialised integers, the constants and the warps.
+            their dtypes, the boxes of descriptors, the values of specialised integers, the
+            constants and the warps.
         kernel: A `@triton.jit` function whose parameters are tensors, scalars and constants.
         programs: Programs of the grid.
-        tensors: The kernel's pointers, in order.
+        tensors: The kernel's pointers and TMA descriptors, in order.
         scalars: The kernel's numbers, in order.
         constants: The kernel's compile-time constants, in order.
         num_warps: Warps of a program.
         max_registers: The most registers a thread may take (NVIDIA); 0 leaves it to the compiler.
     """
-    pointers: list[int | None] = []
+    pointers: list[int | TensorDescriptor | None] = []
     bits = 0
     for tensor in tensors:
         if tensor is None:
             pointers.append(None)
+            continue
+        if type(tensor) is TensorDescriptor:  # its address is a multiple of 16 bytes
+            pointers.append(tensor)
             continue
         pointer = tensor.data_ptr()
         bits |= pointer
