@@ -334,7 +334,7 @@ def test_zero_tokens(
 def tile_of(kernel: ModuleType, **fields: object):
     """Return a small tile; block_n and block_k leave tails of what `tile_problem` is."""
     plain = {
-        "tokens": 16, "extra": 0, "block_n": 32 if INTERPRETED else 64,
+        "tokens": 16, "extra": 0, "tall": 0, "block_n": 32 if INTERPRETED else 64,
         "block_k": 32 if INTERPRETED else 64,
         "num_warps": 4, "num_stages": 3, "swap": False, "boxes": False, "rows_by_box": False,
         "wide": False, "group": 4,
@@ -362,6 +362,11 @@ TILES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "grown, boxes": (
         {"extra": 16, "swap": True, "boxes": True},
         {"extra": 16, "swap": True, "boxes": True, "group": 0},
+    ),
+    "tall": ({"tall": 32}, {"tall": 32, "swap": True}),
+    "tall, grown, boxes": (
+        {"tall": 32, "extra": 16, "swap": True, "boxes": True},
+        {"tall": 64, "boxes": True, "rows_by_box": True},
     ),
     "32 rows": ({"tokens": 32, "extra": 16}, {"tokens": 32}),
     "of two heights": ({"tokens": 32, "boxes": True, "swap": True}, {"extra": 16, "boxes": True}),

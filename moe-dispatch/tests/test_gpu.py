@@ -293,7 +293,7 @@ def test_order_of_tokens(kernel: ModuleType) -> None:
     moved = p.but(x=p.x[order], ids=p.ids[order], weights=p.weights[order])
     with pytest.MonkeyPatch.context() as patch:
         tile = part(kernel, "config").GemmConfig(
-            32, 0, 64, 64, 4, 4, True, True, False, False, 4
+            32, 0, 0, 64, 64, 4, 4, True, True, False, False, 4
         )  # fmt: skip
         force(kernel, patch, tile, tile)
         assert torch.equal(p.call(kernel)[order], moved.call(kernel))
@@ -405,7 +405,7 @@ def test_gates_and_ups_far_apart(kernel: ModuleType, monkeypatch: pytest.MonkeyP
     whole = torch.empty(2**31 + 2 * gate.numel(), device="cuda", dtype=HALF)
     near = whole[: gate.numel()].view(gate.shape)
     far = whole[-gate.numel() :].view(gate.shape)
-    tile = part(kernel, "config").GemmConfig(64, 0, 64, 64, 4, 3, False, True, False, True, 0)
+    tile = part(kernel, "config").GemmConfig(64, 0, 0, 64, 64, 4, 3, False, True, False, True, 0)
     for tokens, wide in ((1, False), (70, False), (70, True)):
         if wide:
             force(kernel, monkeypatch, tile, dataclasses.replace(tile, wide=False))

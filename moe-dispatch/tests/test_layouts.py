@@ -246,7 +246,7 @@ def test_halves_in_one_product(
 ) -> None:
     """The box that holds rows of both, wherever they lie: behind, before, beside each other."""
     tile = part(kernel, "config").GemmConfig(
-        16, 0, 32, 32 if INTERPRETED else 64, 4, 3, False, True, False, wide, 4
+        16, 0, 0, 32, 32 if INTERPRETED else 64, 4, 3, False, True, False, wide, 4
     )  # fmt: skip
     force(kernel, monkeypatch, tile, tile, decodes=False)
     p = problem(MORE, hidden=HIDDEN, inner=INNER, device=device)

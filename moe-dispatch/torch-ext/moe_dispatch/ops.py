@@ -405,9 +405,11 @@ def run(
     """Return the weighted sum of the experts that ids [tokens, top_k] name, on any device."""
     tokens, top_k = ids.shape
     sizes = _sizes(x, weights, top_k)
-    if not uses_triton(x) or not tokens:
-        return _reference(x, weights, ids, router, expert_map, gating)
     out = x.new_empty(tokens, sizes.hidden)
+    if not tokens:
+        return out
+    if not uses_triton(x):
+        return _reference(x, weights, ids, router, expert_map, gating)
     x = _rows(x)
     with device_guard(x):
         if _decodes(tokens, sizes, weights):
@@ -611,15 +613,17 @@ def moe(
     Five launches in all, three for a few tokens.
     """
     tokens, top_k = x.shape[0], routing.top_k
-    if not uses_triton(x) or not tokens:
-        logits = reference.linear(x, router, router_bias)
-        ids, mix = reference.route(logits, *routing[:3], None, *routing[3:])
-        return _reference(x, weights, ids, mix, None, gating), ids, mix.to(x.dtype)
     sizes = _sizes(x, weights, top_k)
     out = x.new_empty(tokens, sizes.hidden)
     ids = x.new_empty(tokens, top_k, dtype=torch.int64)
     mix = x.new_empty(tokens, top_k, dtype=torch.float32)
     rounded = mix if x.dtype is torch.float32 else x.new_empty(tokens, top_k)
+    if not tokens:
+        return out, ids, rounded
+    if not uses_triton(x):
+        logits = reference.linear(x, router, router_bias)
+        ids, mix = reference.route(logits, *routing[:3], None, *routing[3:])
+        return _reference(x, weights, ids, mix, None, gating), ids, mix.to(x.dtype)
     x = _rows(x)
     other = None if rounded is mix else rounded
     with device_guard(x):
