@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +73,12 @@ def stream_calls(size: int, copies: int) -> list[Callable[[], object]]:
     return calls
 
 
-def measure(kernel: Kernel) -> list[dict[str, Any]]:
-    """Return one row for each workload and rival of a kernel."""
+def measure(kernel: Kernel) -> Iterator[list[dict[str, Any]]]:
+    """Yield, workload by workload of a kernel, one row for each rival."""
     module = load_built(kernel)
     benchmark = load_file(kernel.path / "benchmarks" / "benchmark.py")
-    rows = []
     for workload in tqdm(list(benchmark.workloads(module)), disable=not sys.stderr.isatty()):
+        rows = []
         copies = copies_for(workload.bytes)
         calls = workload.prepare(copies)
         floor = getattr(workload, "floor_us", None)
@@ -110,7 +111,7 @@ def measure(kernel: Kernel) -> list[dict[str, Any]]:
         )
         del calls
         torch.cuda.empty_cache()
-    return rows
+        yield rows
 
 
 def measure_host(kernel: Kernel) -> list[dict[str, Any]]:
@@ -134,23 +135,23 @@ def main(argv: list[str] | None = None) -> int:
         print("error: benchmarks need a GPU; none is visible here", file=sys.stderr)
         return 1
     facts = machine()
-    rows = []
+    rows: list[dict[str, Any]] = []
+    before = json.loads(arguments.output.read_text()) if arguments.output.exists() else []
+    arguments.output.parent.mkdir(exist_ok=True)
     with side_stream():
         stream = stream_rate()
         print(f"{facts['device']}, stream of two reads and a write: {stream:.2f} TB/s")
         for kernel in Manifest.load(ROOT).select(arguments.kernels):
             # The id says which sources were measured, in a checkout or not.
             build = load_built(kernel).__name__
-            for row in measure_host(kernel) + measure(kernel):
-                rows.append(row | {"build": build, "stream_tbps": stream} | facts)
-    keep = []
-    names = {row["kernel"] for row in rows}
-    if arguments.output.exists():
-        for row in json.loads(arguments.output.read_text()):
-            if row["kernel"] not in names or row["device"] != facts["device"]:
-                keep.append(row)
-    arguments.output.parent.mkdir(exist_ok=True)
-    arguments.output.write_text(json.dumps(keep + rows, indent=0) + "\n")
+            before = [
+                row for row in before
+                if row["kernel"] != kernel.name or row["device"] != facts["device"]
+            ]  # fmt: skip
+            for found in itertools.chain([measure_host(kernel)], measure(kernel)):
+                rows += [row | {"build": build, "stream_tbps": stream} | facts for row in found]
+                # At once: a run that is cut short keeps what it has.
+                arguments.output.write_text(json.dumps(before + rows, indent=0) + "\n")
     print(f"wrote {len(rows)} rows to {arguments.output}")
     return 0
 

@@ -537,13 +537,21 @@ def _moe_weight(
 
 
 @triton.jit
-def _moe_dot(w, x, total, SWAP: tl.constexpr):
+def _moe_dot(w, x, total, first, SWAP: tl.constexpr):
     # w [n, k], x [tokens, k]. Swapped, weights are the left operand: its 64 rows are then full
     # whatever the number of tokens.
-    if SWAP:
-        return tl.dot(w, x.T, total, input_precision="ieee")
+    if w.dtype == tl.float32:
+        # Each step is summed by itself: one long chain of float32 additions is less exact. What it
+        # starts from is 0, but the compiler, which would make one chain again, does not know.
+        zero = tl.zeros_like(total) + (first < 0).to(tl.float32)
+        if SWAP:
+            return total + tl.dot(w, x.T, zero, input_precision="ieee")
+        else:
+            return total + tl.dot(x, w.T, zero, input_precision="ieee")
+    elif SWAP:
+        return tl.dot(w, x.T, total)
     else:
-        return tl.dot(x, w.T, total, input_precision="ieee")
+        return tl.dot(x, w.T, total)
 
 
 @triton.jit
@@ -583,21 +591,21 @@ def _moe_products(
         weight = _moe_weight(
             w, w_at, mask, expert, n, step * K, LAYOUT, GATES, N, K, WHOLE
         )
-        a = _moe_dot(weight, rows, a, SWAP)
+        a = _moe_dot(weight, rows, a, first, SWAP)
         more = rows
         if EXTRA > 0:
             more = _moe_load(more_at, mask, WHOLE)
             more_at += K
-            c = _moe_dot(weight, more, c, SWAP)
+            c = _moe_dot(weight, more, c, first, SWAP)
         if LAYOUT == "rows" or LAYOUT == "columns":
             w_at += step_w
         if TWO:
             weight = _moe_weight(
                 up, up_at, mask, expert, n, step * K, LAYOUT, GATES, N, K, WHOLE
             )
-            b = _moe_dot(weight, rows, b, SWAP)
+            b = _moe_dot(weight, rows, b, first, SWAP)
             if EXTRA > 0:
-                d = _moe_dot(weight, more, d, SWAP)
+                d = _moe_dot(weight, more, d, first, SWAP)
             if LAYOUT == "rows" or LAYOUT == "columns":
                 up_at += step_w
     return a, b, c, d

@@ -200,7 +200,7 @@ _PLAIN_DOWN = (
 # float32 is multiplied in float32, without tensor cores.
 _FLOAT = (
     (20, (16, 0, 0, 32, 32, 4, 2, False, False, False, False, 4)),
-    (0, (32, 0, 0, 32, 32, 4, 2, False, False, False, False, 4)),
+    (0, (32, 0, 0, 32, 32, 8, 2, False, False, False, False, 4)),
 )
 
 
