@@ -19,7 +19,8 @@ _RETRY = """
 
     class Refuse:
         def find_spec(self, name, path=None, target=None):
-            if name.startswith("_" + repo_id.rpartition("/")[2].replace("-", "_")) and name.endswith(f".{module}"):
+            package = "_" + repo_id.rpartition("/")[2].replace("-", "_")
+            if name.startswith(package) and name.endswith(f".{module}"):
                 raise ImportError("refused for once")
 
     sys.meta_path.insert(0, Refuse())

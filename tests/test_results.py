@@ -43,6 +43,18 @@ def test_machines_are_not_mixed() -> None:
     assert "| 2.00 | 2.00 | 2.00 |" in first and "| 14.00 | 0.29 | - |" in second
 
 
+def test_layers_are_over_their_floor() -> None:
+    """A line a model, a column a number of tokens; what was not timed is no number."""
+    layer = {"operation": "toy layer", "floor_us": 8.0}
+    rows = [row("ours", 10.0, shape=[1, 8, 2, 64, 32], **layer)]
+    rows += [row("grouped_mm", 25.0, shape=[1, 8, 2, 64, 32], **layer)]
+    rows += [row("ours", 12.0, shape=[16, 8, 2, 64, 32], **layer)]
+    table = markdown(rows)
+    assert "| Time over the floor (microseconds): tokens | 1 | 16 |" in table
+    assert "| toy layer | 1.25 (10) | 1.50 (12) |" in table
+    assert "| toy layer | 2.5 | - |" in table
+
+
 def test_only_the_space_between_the_markers_changes() -> None:
     text = "a\n<!-- results:toy -->\nold\n<!-- /results -->\nb\n"
     assert with_table(text, "toy", "new") == text.replace("old", "new")

@@ -1,4 +1,4 @@
-"""Workloads of moe-dispatch, for `kernels benchmark` and for the repository's `scripts/bench.py`."""
+"""Workloads of moe-dispatch, for `kernels benchmark` and for the repository's scripts/bench.py."""
 
 import functools
 import importlib.util

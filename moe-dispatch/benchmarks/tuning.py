@@ -1,6 +1,5 @@
 """What `scripts/tune.py` searches for this kernel: layers of real models, and tiles to try."""
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -102,6 +101,8 @@ DECODE = (
     (8, 512, 4, 1), (8, 1024, 8, 1), (16, 512, 8, 1), (16, 256, 4, 4), (8, 1024, 4, 1),
     (32, 128, 4, 5), (4, 1024, 4, 1), (16, 256, 4, 1),
 )  # fmt: skip
+
+
 def tiles(kernel, ladder, rows: float) -> Iterator[object]:
     """Yield the tiles to try for so many rows an expert."""
     for most, found in ladder:
@@ -299,7 +300,6 @@ def _prepare_score(kernel, model, tokens: int):
         shape = (copies, model.experts, model.hidden)
         router = (torch.randn(shape, device="cuda") * scale).to(DTYPE)
         routing = ops.Routing(model.top_k, model.gating, True, 1, 1, 1.0)
-        sizes = config.Sizes(model.experts, model.top_k, model.hidden, model.inner, 2)
         block = config.block_tokens(tokens, model.top_k)
         blocks = -(-tokens // block)
         slots = torch.empty(tokens * model.top_k, device="cuda", dtype=torch.int32)

@@ -137,10 +137,11 @@ class Calls:
             numbers, constants = self.ops._gate(experts, block, routing)
             yield (
                 f"route {experts} {scoring}",
-                lambda e=experts, r=routing, b=bias, n=numbers, c=constants, w=warps: self.launch.route(
-                    _empty(FLOAT, 100, e), _empty(FLOAT, e) if b else None,
-                    _empty(torch.int64, 100, r.top_k), _empty(FLOAT, 100, r.top_k), n, c,
-                    w,
+                lambda e=experts, r=routing, b=bias, n=numbers, c=constants, w=warps: (
+                    self.launch.route(
+                        _empty(FLOAT, 100, e), _empty(FLOAT, e) if b else None,
+                        _empty(torch.int64, 100, r.top_k), _empty(FLOAT, 100, r.top_k), n, c, w,
+                    )
                 ),
             )  # fmt: skip
 
@@ -207,7 +208,11 @@ class Calls:
             )  # fmt: skip
 
     def decoding(self) -> Iterator[Launch]:
-        for dtype, pairs, inner in ((HALF, False, INNER), (BFLOAT, True, INNER), (FLOAT, True, 1407)):
+        for dtype, pairs, inner in (
+            (HALF, False, INNER),
+            (BFLOAT, True, INNER),
+            (FLOAT, True, 1407),
+        ):
             both = _weight(dtype, 2 * inner, HIDDEN, False)
             down = _weight(dtype, HIDDEN, inner, False)
             biases = _empty(dtype, EXPERTS, 2 * inner) if pairs else None
@@ -218,7 +223,8 @@ class Calls:
             yield (
                 f"decode up {dtype} {pairs}",
                 lambda g=gates, c=config, i=ids, x=x, h=h: self.launch.decode_up(
-                    x, g.gate, g.up, h, g.gate_bias, g.up_bias, i, None, EXPERTS, "silu", 1.0, 7.0, c,
+                    x, g.gate, g.up, h, g.gate_bias, g.up_bias, i, None, EXPERTS, "silu", 1.0,
+                    7.0, c,
                 ),
             )  # fmt: skip
             yield (

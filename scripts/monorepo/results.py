@@ -38,6 +38,8 @@ def _table(rows: Sequence[Row]) -> str:
     any_row = rows[0]
     if all(len(shape) == 3 for shape in shapes):
         return _product_table(any_row, timed, host)
+    if all(len(shape) == 5 for shape in shapes):
+        return _layer_table(any_row, timed, host)
     lines = [
         f"{any_row['device']}, torch {any_row['torch']}, Triton {any_row['triton']}, {SHOWN}, "
         f"build `{any_row['build']}`. Median of CUDA graph replays over rotating copies, in "
@@ -101,6 +103,48 @@ def _product_table(any_row: Row, timed: dict[Any, Row], host: dict[str, float]) 
             lines.append("| " + " | ".join(cells) + " |")
     if host:
         costs = ", ".join(f"{rival} {cost:.1f} us" for rival, cost in host.items())
+        lines += ["", f"Host cost of one eager call: {costs}."]
+    return "\n".join(lines)
+
+
+#: What a cell of each table of layers shows of two rivals' microseconds, and of the floor.
+LAYER_TABLES = {
+    "Time over the floor (microseconds)": ("ours", "floor", "{0:.2f} ({1:.0f})"),
+    "`torch._grouped_mm` over ours": ("grouped_mm", "ours", "{0:.1f}"),
+    "A loop over the experts, without a graph, over ours": ("loop", "ours", "{0:.1f}"),
+    "Router, choice and order alone, in microseconds": ("router", "ours", "{1:.1f}"),
+}
+
+
+def _layer_table(any_row: Row, timed: dict[Any, Row], host: dict[str, float]) -> str:
+    """Return the tables of layers (tokens, experts, ...): a line a model, a column a number."""
+    lines = [
+        f"{any_row['device']}, torch {any_row['torch']}, Triton {any_row['triton']}, {SHOWN}, "
+        f"build `{any_row['build']}`. The floor is the larger of bytes / 4.3 TB/s (experts that "
+        "have a token, tokens in and out, each once) and operations / 790 TFLOP/s. Median of CUDA "
+        "graph replays over rotating weights, all rivals in turns; the router is part of each.",
+    ]
+    tokens = sorted({shape[0] for _, shape, _ in timed})
+    for title, (rival, other, form) in LAYER_TABLES.items():
+        lines += ["", f"| {title}: tokens | {' | '.join(map(str, tokens))} |"]
+        lines.append("|---" * (1 + len(tokens)) + "|")
+        for model in dict.fromkeys(name for name, _, found in timed if found == rival):
+            rows = {
+                (shape[0], found): row
+                for (name, shape, found), row in timed.items()
+                if name == model
+            }
+            cells = []
+            for count in tokens:
+                row, beside = rows.get((count, rival)), rows.get((count, "ours"))
+                if row is None or beside is None:
+                    cells.append("-")
+                    continue
+                under = beside["floor_us"] if other == "floor" else beside["median_us"]
+                cells.append(form.format(row["median_us"] / under, row["median_us"]))
+            lines.append(f"| {model} | {' | '.join(cells)} |")
+    if host:
+        costs = ", ".join(f"{rival} {cost:.0f} us" for rival, cost in host.items())
         lines += ["", f"Host cost of one eager call: {costs}."]
     return "\n".join(lines)
 

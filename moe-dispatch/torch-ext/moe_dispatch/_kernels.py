@@ -320,7 +320,9 @@ def _moe_expert(ids_ptr, map_ptr, slot, mask, top_k, stride_it, stride_ik, given
     return tl.where(known, expert, -1).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["slots", "size", "top_k", "stride_it", "stride_ik", "given", "experts"])
+@triton.jit(
+    do_not_specialize=["slots", "size", "top_k", "stride_it", "stride_ik", "given", "experts"]
+)
 def moe_count_kernel(
     ids_ptr,  # [tokens, top_k], int32 or int64
     map_ptr,  # [given] or None
@@ -588,9 +590,7 @@ def _moe_products(
         else:
             rows = _moe_load(x_at, mask, WHOLE)
             x_at += K
-        weight = _moe_weight(
-            w, w_at, mask, expert, n, step * K, LAYOUT, GATES, N, K, WHOLE
-        )
+        weight = _moe_weight(w, w_at, mask, expert, n, step * K, LAYOUT, GATES, N, K, WHOLE)
         a = _moe_dot(weight, rows, a, first, SWAP)
         more = rows
         if EXTRA > 0:
@@ -600,9 +600,7 @@ def _moe_products(
         if LAYOUT == "rows" or LAYOUT == "columns":
             w_at += step_w
         if TWO:
-            weight = _moe_weight(
-                up, up_at, mask, expert, n, step * K, LAYOUT, GATES, N, K, WHOLE
-            )
+            weight = _moe_weight(up, up_at, mask, expert, n, step * K, LAYOUT, GATES, N, K, WHOLE)
             b = _moe_dot(weight, rows, b, first, SWAP)
             if EXTRA > 0:
                 d = _moe_dot(weight, more, d, first, SWAP)
@@ -877,20 +875,20 @@ def moe_down_kernel(
         if TALL > 0 and last - first > TOKENS + EXTRA:
             _moe_down_tile(
                 h, h_ptr, w, y_ptr, bias_ptr, sorted_ptr, expert, first, last, column, hidden,
-                inner, stride_ht, stride_we, stride_wn, stride_wk, stride_be, stride_bn, LAYOUT, False,
-                TALL, 0, BLOCK_N, BLOCK_K, TALL_STAGES, SWAP, WHOLE,
+                inner, stride_ht, stride_we, stride_wn, stride_wk, stride_be, stride_bn, LAYOUT,
+                False, TALL, 0, BLOCK_N, BLOCK_K, TALL_STAGES, SWAP, WHOLE,
             )  # fmt: skip
         elif EXTRA > 0 and last - first > TOKENS:
             _moe_down_tile(
                 h, h_ptr, w, y_ptr, bias_ptr, sorted_ptr, expert, first, last, column, hidden,
-                inner, stride_ht, stride_we, stride_wn, stride_wk, stride_be, stride_bn, LAYOUT, False,
-                TOKENS, EXTRA, BLOCK_N, BLOCK_K, STAGES, SWAP, WHOLE,
+                inner, stride_ht, stride_we, stride_wn, stride_wk, stride_be, stride_bn, LAYOUT,
+                False, TOKENS, EXTRA, BLOCK_N, BLOCK_K, STAGES, SWAP, WHOLE,
             )  # fmt: skip
         else:
             _moe_down_tile(
                 h, h_ptr, w, y_ptr, bias_ptr, sorted_ptr, expert, first, last, column, hidden,
-                inner, stride_ht, stride_we, stride_wn, stride_wk, stride_be, stride_bn, LAYOUT, H_BOXES,
-                TOKENS, 0, BLOCK_N, BLOCK_K, STAGES, SWAP, WHOLE,
+                inner, stride_ht, stride_we, stride_wn, stride_wk, stride_be, stride_bn, LAYOUT,
+                H_BOXES, TOKENS, 0, BLOCK_N, BLOCK_K, STAGES, SWAP, WHOLE,
             )  # fmt: skip
 
 
@@ -926,9 +924,7 @@ def moe_combine_kernel(
         y = tl.load(y_ptr + place * hidden + n, mask=(n < hidden) & there, other=0.0)
         # A slot that is skipped adds nothing, whatever its weight.
         total += tl.where(there, weight, 0.0) * y.to(tl.float32)
-    tl.store(
-        out_ptr + token * hidden + n, total.to(out_ptr.dtype.element_ty), mask=n < hidden
-    )
+    tl.store(out_ptr + token * hidden + n, total.to(out_ptr.dtype.element_ty), mask=n < hidden)
 
 
 # --------------------------------------------------------------------------------- a few tokens

@@ -289,9 +289,7 @@ def check_router(
         raise ValueError(f"{function}: hidden_states must be [tokens, hidden], got {describe(x)}")
     check_count(function, "num_experts", num_experts, MOST_EXPERTS)
     assert isinstance(num_experts, int)
-    check_beside(
-        function, "router_weight", router, (num_experts, x.shape[1]), "hidden_states", x
-    )
+    check_beside(function, "router_weight", router, (num_experts, x.shape[1]), "hidden_states", x)
     check_choices(function, top_k, num_experts)
     _check_one_of(function, "gating", gating, ("softmax", "sigmoid"))
 
@@ -305,6 +303,7 @@ def check_weights(
         if not name:
             continue
         check_float_tensor(function, name, weight)
+        assert weight is not None
         if weight.dtype != x.dtype:
             raise TypeError(
                 f"{function}: {name} must have the dtype of hidden_states, {x.dtype}, "
@@ -321,7 +320,7 @@ def check_weights(
         )
     wide = inner * 2 if weights.up is None else inner
     for name, weight in zip(names[:2], weights[:2], strict=True):
-        if name and weight.shape != (experts, wide, hidden):
+        if weight is not None and weight.shape != (experts, wide, hidden):
             raise ValueError(
                 f"{function}: {name} must have shape {(experts, wide, hidden)} to go with "
                 f"{names[2]} of shape {tuple(weights.down.shape)}, got {describe(weight)}"

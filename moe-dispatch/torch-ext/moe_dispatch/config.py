@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -166,8 +166,8 @@ def gate_tokens(block: int, experts: int, num_warps: int) -> int:
 
 
 # -------------------------------------------------------------------------------------- heuristics
-# (tokens, extra, tall, n, k, warps, stages, swap, boxes, rows by box, wide, group) of tiles up to so many
-# rows an expert. For Hopper and later: weights on the left while tiles are small, remainders ride
+# (tokens, extra, tall, n, k, warps, stages, swap, boxes, rows by box, wide, group) of tiles up to so
+# many rows an expert. For Hopper and later: weights on the left while tiles are small, remainders ride
 # on full tiles, gate and up in one product where there are many rows.
 _BOXED_UP = (
     (10, (16, 0, 64, 64, 128, 4, 3, True, True, False, False, 4)),
@@ -218,6 +218,7 @@ def fitted(config: GemmConfig, itemsize: int, device: Device, *, gates: bool) ->
 
 def heuristic(rows: float, itemsize: int, device: Device, *, gates: bool) -> GemmConfig:
     """Return a tile for so many rows an expert; `gates` for gate and up, else down."""
+    ladder: Sequence[tuple[int, Sequence[int]]]
     if itemsize == 4:
         ladder = _FLOAT
     elif device.boxes:
@@ -226,7 +227,9 @@ def heuristic(rows: float, itemsize: int, device: Device, *, gates: bool) -> Gem
         ladder = _PLAIN_UP if gates else _PLAIN_DOWN
     for most, values in ladder:
         if rows <= most or not most:
-            return fitted(GemmConfig(*values), itemsize, device, gates=gates)
+            # The ladders' False and True are bools, to mypy numbers.
+            tile = GemmConfig(*values)  # type: ignore[arg-type]
+            return fitted(tile, itemsize, device, gates=gates)
     raise AssertionError("the last step of a ladder has no end")
 
 
@@ -270,7 +273,11 @@ def score_heuristic(
     tiles = -(-tokens // block_t) * -(-experts // block_e)
     splits = max(1, min(2 * device.multiprocessors // tiles, steps, 16))
     warps = 8 if block_e * block_t >= 2048 or experts > 256 else 4
-    return ScoreConfig(block_t, block_e, block_k, splits, warps, 3 if itemsize == 2 else 2)
+    if itemsize == 4 and experts > 512:
+        warps = 16
+    step = (block_t + block_e) * block_k * itemsize
+    stages = 3 if itemsize == 2 and device.arch and 3 * step <= device.shared_memory - 2048 else 2
+    return ScoreConfig(block_t, block_e, block_k, splits, warps, stages)
 
 
 # ------------------------------------------------------------------------------------------ tables

@@ -1,5 +1,7 @@
 """The experts of transformers' models, by our kernels."""
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 
@@ -39,25 +41,25 @@ def experts_forward(
     Example:
         >>> ALL_EXPERTS_FUNCTIONS.register("roofline", experts_forward)
     """
-    kind = type(self).__name__
-    if not self.has_gate or self.has_post_expert_norm:
+    kind, module = type(self).__name__, cast(Any, self)
+    if not module.has_gate or module.has_post_expert_norm:
         raise NotImplementedError(
             f"experts_forward: {kind} has no gate, or a norm after its experts; choose another "
             "experts_implementation"
         )
-    gate_up, down = self.gate_up_proj, self.down_proj
-    if self.is_transposed:
+    gate_up, down = module.gate_up_proj, module.down_proj
+    if module.is_transposed:
         gate_up, down = gate_up.mT, down.mT
-    activation, alpha, limit = _activation(self)
+    activation, alpha, limit = _activation(module)
     return fused_experts(
         hidden_states, gate_up, down, top_k_index, top_k_weights, activation=activation,
-        gate_up_bias=self.gate_up_proj_bias if self.has_bias else None,
-        down_bias=self.down_proj_bias if self.has_bias else None,
-        alpha=alpha, limit=limit, interleaved=not self.is_concatenated,
+        gate_up_bias=module.gate_up_proj_bias if module.has_bias else None,
+        down_bias=module.down_proj_bias if module.has_bias else None,
+        alpha=alpha, limit=limit, interleaved=not module.is_concatenated,
     )  # fmt: skip
 
 
-def _activation(module: nn.Module) -> tuple[str, float, float]:
+def _activation(module: Any) -> tuple[str, float, float]:
     """Return the activation of a model's experts, and its alpha and limit."""
     # By names: torch.compile follows them, and transformers need not be there to be imported.
     if any(base.__name__ == "GptOssExperts" for base in type(module).__mro__):

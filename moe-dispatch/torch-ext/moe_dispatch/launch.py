@@ -34,8 +34,13 @@ def route(
     top_k, group_size, top_groups, scale = gate
     launch(
         (
-            "route", logits.get_device(), *_kind(logits, bias), experts, *logits.stride(),
-            num_warps, *constants.values(),
+            "route",
+            logits.get_device(),
+            *_kind(logits, bias),
+            experts,
+            *logits.stride(),
+            num_warps,
+            *constants.values(),
         ),
         _kernels.moe_route_kernel,
         -(-tokens // constants["TOKENS"]),
@@ -91,7 +96,11 @@ def count(
     top_k = ids.shape[1]
     launch(
         (
-            "count", ids.get_device(), *_kind(ids, expert_map), _long(ids), num_warps,
+            "count",
+            ids.get_device(),
+            *_kind(ids, expert_map),
+            _long(ids),
+            num_warps,
             *constants.values(),
         ),
         _kernels.moe_count_kernel,
@@ -237,8 +246,8 @@ def combine(
     constants = {"TOP_K": weights.shape[1], "BLOCK": block}
     launch(
         (
-            "combine", y.get_device(), *_kind(y, slots, places, weights, out), _long(weights), hidden,
-            num_warps,
+            "combine", y.get_device(), *_kind(y, slots, places, weights, out), _long(weights),
+            hidden, num_warps,
             *constants.values(),
         ),
         _kernels.moe_combine_kernel,
@@ -294,8 +303,8 @@ def decode_down(
     sizes = (hidden, inner, *w.stride()[:2], *((0, 0) if bias is None else bias.stride()))
     launch(
         (
-            "decode down", h.get_device(), *_kind(h, bias, ids, expert_map, weights), _long(ids, weights),
-            *sizes,
+            "decode down", h.get_device(), *_kind(h, bias, ids, expert_map, weights),
+            _long(ids, weights), *sizes,
             config.num_warps, *constants.values(),
         ),
         _kernels.moe_decode_down_kernel,

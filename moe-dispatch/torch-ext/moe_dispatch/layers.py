@@ -1,10 +1,12 @@
 """Stateless layers that `kernelize` binds onto a model's own modules."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from . import ops
-from .api import check_beside, check_choices, check_weights, moe
 from ._shared.checks import check_float_tensor
+from .api import check_beside, check_choices, check_weights, moe
 
 
 class MegaBlocksMoeMLP(nn.Module):
@@ -26,7 +28,8 @@ class MegaBlocksMoeMLP(nn.Module):
         name = "MegaBlocksMoeMLP"
         check_float_tensor(name, "hidden_states", hidden_states)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        router, experts = self.router, self.experts
+        router: Any = self.router
+        experts: Any = self.experts
         weights = ops.Weights(
             experts.gate_up_proj.mT, None, experts.down_proj.mT, experts.gate_up_proj_bias,
             experts.down_proj_bias,

@@ -103,9 +103,7 @@ def route(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Return the experts chosen by logits [tokens, experts], and their weights."""
-    return choose(
-        logits, bias, Routing(top_k, scoring, renormalize, num_groups, top_groups, scale)
-    )
+    return choose(logits, bias, Routing(top_k, scoring, renormalize, num_groups, top_groups, scale))
 
 
 @torch.library.register_fake(add_op_namespace_prefix("route"))
@@ -182,9 +180,7 @@ def _tables(like: Tensor, slots: int, experts: int, plan: _Plan) -> _Dispatch:
 
 
 @functools.lru_cache(4096)
-def dispatch_constants(
-    experts: int, size: int
-) -> tuple[dict[str, object], dict[str, object], int]:
+def dispatch_constants(experts: int, size: int) -> tuple[dict[str, object], dict[str, object], int]:
     """Return the constants of count and index for blocks of so many slots, and their warps."""
     padded = config.power_of_two(max(experts, 16))
     count = {"EXPERTS": padded, "SIZE": config.power_of_two(max(size, 16))}
@@ -591,9 +587,7 @@ def score_with(
     if splits > 1:
         programs = blocks * slabs * splits
         parts = x.new_empty(programs * tile.tokens * tile.experts, dtype=torch.float32)
-    numbers, constants = _gate(
-        experts, config.gate_tokens(block, experts, tile.num_warps), routing
-    )
+    numbers, constants = _gate(experts, config.gate_tokens(block, experts, tile.num_warps), routing)
     if router_bias is not None:
         router_bias = router_bias.contiguous()
     launch.score(
@@ -681,7 +675,7 @@ def _(x, router, router_bias, gate_up, up, down, gate_up_bias, down_bias, top_k,
     )
 
 
-# ------------------------------------------------------------------------- stages of the predecessor
+# ------------------------------------------------------------------------ stages of the predecessor
 def router(
     x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -702,7 +696,16 @@ def router(
             block = config.block_tokens(bucket, top_k)
             found.append(
                 _score(
-                    x[part], weight, bias, routing, block, ids[part], mix[part], None, None, None,
+                    x[part],
+                    weight,
+                    bias,
+                    routing,
+                    block,
+                    ids[part],
+                    mix[part],
+                    None,
+                    None,
+                    None,
                     sizes,
                 )  # fmt: skip
             )
