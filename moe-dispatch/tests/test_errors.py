@@ -394,7 +394,9 @@ def test_experts_that_are_not_served(
     ("function", "carrier"),
     (("route", "logits"), ("route", "bias"), ("fused_experts", "hidden_states"),
      ("fused_experts", "top_k_weights"), ("fused_moe_forward", "router_weight"),
-     ("moe_router", "hidden_states")),
+     ("moe_router", "hidden_states"), ("grouped_gemm", "tokens"), ("grouped_gemm", "weights"),
+     ("fused_expert_ffn", "permuted_tokens"), ("fused_expert_ffn", "top_k_weights"),
+     ("unpermute_tokens", "expert_outputs"), ("unpermute_tokens", "top_k_weights")),
 )  # fmt: skip
 def test_forward_mode_is_refused(
     kernel: ModuleType, device: str, function: str, carrier: str

@@ -173,12 +173,8 @@ def test_shared_tiles(
 ) -> None:  # fmt: skip
     """Case B41: whoever comes last adds up and chooses, whatever the cut into tiles and steps."""
     config = part(kernel, "config")
-    found = config.ScoreConfig(*tile, 4, 2)
-
-    def forced(tokens: int, block: int, *_: object):
-        return found if found.tokens >= block else pytest.skip("a tile holds whole blocks")
-
-    monkeypatch.setattr(config, "score_config", forced)
+    forced = config.ScoreConfig(*tile, 4, 2)
+    monkeypatch.setattr(config, "score_config", lambda *_: forced)
     x, router, bias = problem(tokens, experts, hidden, device, HALF, HALF)
     check_router(x, router, bias, 3, "softmax", *kernel.moe_router(x, router, 3, "softmax", bias))
     assert len(seen.scores) == len(seen.counters) == 1
@@ -240,9 +236,8 @@ def test_counts_for_the_dispatch(
     x, router, *rest = layer(tokens, experts, 40, 8, device, HALF)
     _, ids, _ = kernel.fused_moe_forward(x, router, *rest, experts, top_k)
     (given,) = seen.scores
-    slots, counts, constants = given[10], given[11], given[13]
+    slots, counts, block = given[10], given[11], given[14]
     assert torch.equal(slots.view(tokens, top_k).long(), ids)
-    block = constants["TOKENS"]
     counts = counts.view(-1, experts)
     assert counts.shape[0] == -(-tokens // block)
     for number, line in enumerate(counts):

@@ -408,22 +408,3 @@ def test_gradients_are_refused(kernel: ModuleType, device: str, function: str) -
             call(*given)
         with torch.no_grad():
             assert torch.equal(call(*given), wanted)
-
-
-@pytest.mark.parametrize("function", ("grouped_gemm", "fused_expert_ffn", "unpermute_tokens"))
-def test_forward_mode_is_refused(kernel: ModuleType, device: str, function: str) -> None:
-    """A tangent is not dropped silently."""
-    mix, places = torch.rand(4, 2).to(device), torch.arange(8, device=device)
-    known = {
-        **calls(kernel, device),
-        "unpermute_tokens": (
-            lambda y, mix: kernel.unpermute_tokens(y, mix, places, 4, 2),
-            [randn(8, 16, device=device), mix],
-        ),
-    }
-    call, tensors = known[function]
-    with torch.autograd.forward_ad.dual_level():
-        given = [*tensors]
-        given[0] = torch.autograd.forward_ad.make_dual(given[0], torch.ones_like(given[0]))
-        with pytest.raises(NotImplementedError, match=f"{function}: .*forward-mode"):
-            call(*given)

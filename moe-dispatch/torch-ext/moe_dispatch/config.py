@@ -5,6 +5,7 @@ import functools
 import pathlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -166,9 +167,9 @@ def gate_tokens(block: int, experts: int, num_warps: int) -> int:
 
 
 # -------------------------------------------------------------------------------------- heuristics
-# (tokens, extra, tall, n, k, warps, stages, swap, boxes, rows by box, wide, group) of tiles up to so
-# many rows an expert. For Hopper and later: weights on the left while tiles are small, remainders ride
-# on full tiles, gate and up in one product where there are many rows.
+# (tokens, extra, tall, n, k, warps, stages, swap, boxes, rows by box, wide, group) of tiles up to
+# so many rows an expert. For Hopper and later: weights on the left while tiles are small,
+# remainders ride on full tiles, gate and up in one product where there are many rows.
 _BOXED_UP = (
     (10, (16, 0, 64, 64, 128, 4, 3, True, True, False, False, 4)),
     (26, (32, 0, 128, 64, 64, 4, 5, True, True, False, False, 4)),
@@ -218,7 +219,7 @@ def fitted(config: GemmConfig, itemsize: int, device: Device, *, gates: bool) ->
 
 def heuristic(rows: float, itemsize: int, device: Device, *, gates: bool) -> GemmConfig:
     """Return a tile for so many rows an expert; `gates` for gate and up, else down."""
-    ladder: Sequence[tuple[int, Sequence[int]]]
+    ladder: Sequence[tuple[int, Sequence[Any]]]
     if itemsize == 4:
         ladder = _FLOAT
     elif device.boxes:
@@ -227,9 +228,7 @@ def heuristic(rows: float, itemsize: int, device: Device, *, gates: bool) -> Gem
         ladder = _PLAIN_UP if gates else _PLAIN_DOWN
     for most, values in ladder:
         if rows <= most or not most:
-            # The ladders' False and True are bools, to mypy numbers.
-            tile = GemmConfig(*values)  # type: ignore[arg-type]
-            return fitted(tile, itemsize, device, gates=gates)
+            return fitted(GemmConfig(*values), itemsize, device, gates=gates)
     raise AssertionError("the last step of a ladder has no end")
 
 
