@@ -154,8 +154,6 @@ def test_score_heuristic(
     block = config.block_tokens(bucket, min(top_k, experts))
     whole = max(tile.tokens, block)
     assert whole % block == 0
-    gate = config.gate_tokens(block, experts, tile.num_warps)
-    assert is_power_of_two(gate) and block % gate == 0
     blocks, slabs = -(-bucket // whole), -(-experts // tile.experts)
     counters = blocks * slabs + blocks
     assert counters <= part(kernel, "_shared.arrivals").MOST, (arguments, tile, counters)
@@ -203,7 +201,7 @@ def tiles_of(count: int, height: int, extra: int, tall: int = 0) -> list[int]:
     counts=st.lists(st.integers(0, 300), min_size=1, max_size=40),
     height=st.sampled_from((16, 32, 64, 128)),
     extra=st.sampled_from((0, 16, 32)),
-    tall=st.sampled_from((0, 256)),
+    tall=st.sampled_from((0, 64, 128, 256)),
     skipped=st.integers(0, 50),
 )
 @example([1] * 40, 16, 0, 0, 0)
@@ -215,6 +213,7 @@ def test_most_tiles(
 ) -> None:
     """The grid's bound holds however slots are shared out, skipped ones and grown tiles too."""
     config = part(kernel, "config")
+    tall *= tall > height + extra  # as `check_gemm` has it
     tiles = [tiles_of(count, height, extra, tall) for count in counts]
     assert [sum(each) for each in tiles] == counts
     assert all(1 <= rows <= max(height + extra, tall) for each in tiles for rows in each)
@@ -239,6 +238,22 @@ def test_block_tokens(kernel: ModuleType, tokens: int, top_k: int) -> None:
     config = part(kernel, "config")
     block = config.block_tokens(config.bucket(tokens), top_k)
     assert is_power_of_two(block) and block * top_k <= config.MOST_BLOCK == 512
+
+
+@settings(deadline=None, max_examples=400)
+@given(
+    bucket=st.integers(0, 15).map(lambda each: 1 << each),
+    experts=st.integers(1, 1024),
+    top_k=st.integers(1, 32),
+    warps=st.sampled_from((1, 2, 4, 8, 16)),
+)
+def test_gate_tokens(kernel: ModuleType, bucket: int, experts: int, top_k: int, warps: int) -> None:
+    """Blocks are whole numbers of them; a thread holds 16 keys, unless one token has more."""
+    config = part(kernel, "config")
+    block = config.block_tokens(bucket, min(top_k, experts))
+    found = config.gate_tokens(block, experts, warps)
+    assert is_power_of_two(found) and block % found == 0
+    assert found == 1 or found * config.power_of_two(experts) <= 16 * 32 * warps
 
 
 @pytest.mark.parametrize("tokens", (1, 2, 3, 4, 5, 63, 64, 65, 65535, 65536))
@@ -271,7 +286,7 @@ def test_who_decodes(kernel: ModuleType) -> None:
 # ------------------------------------------------------------------------------------------ tables
 SIZE, NAME = (8, 2, 64, 32), "8x2x64x32"
 GEMM = {
-    "tokens": 64, "extra": 0, "tall": 0, "block_n": 32, "block_k": 32, "num_warps": 4,
+    "tokens": 64, "extra": 0, "tall": 128, "block_n": 32, "block_k": 32, "num_warps": 4,
     "num_stages": 2, "swap": False, "boxes": True, "rows_by_box": False, "wide": False, "group": 7,
 }  # fmt: skip
 SCORE = {
@@ -288,15 +303,23 @@ TABLE = {
 
 
 @pytest.fixture
-def tables(kernel: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def fresh(kernel: ModuleType) -> Iterator[None]:
+    """Configurations that are looked up anew, in the test and after it."""
+    cached = [getattr(part(kernel, "config"), name) for name in CACHED]
+    for each in cached:
+        each.cache_clear()
+    yield
+    for each in cached:
+        each.cache_clear()
+
+
+@pytest.fixture
+def tables(
+    kernel: ModuleType, fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """A folder that holds the tables instead of the shipped one."""
-    config = part(kernel, "config")
-    monkeypatch.setattr(config, "CONFIGS", tmp_path)
-    for name in CACHED:
-        getattr(config, name).cache_clear()
-    yield tmp_path
-    for name in CACHED:
-        getattr(config, name).cache_clear()
+    monkeypatch.setattr(part(kernel, "config"), "CONFIGS", tmp_path)
+    return tmp_path
 
 
 def test_tuned_entries_are_used(kernel: ModuleType, tables: Path) -> None:
@@ -384,11 +407,36 @@ def test_tables_ship(kernel: ModuleType) -> None:
         assert (built / name).read_bytes() == (SOURCES / name).read_bytes()
 
 
-def test_shipped_tables(kernel: ModuleType) -> None:
+@pytest.mark.parametrize("name", TABLES)
+def test_shipped_tables(kernel: ModuleType, name: str) -> None:
     """Each entry is a tile that fits its device, under keys that are looked up."""
-    for name in TABLES:
-        device = next(each for each in DEVICES if name.endswith(f"_{each}.json"))
-        check_table(kernel, json.loads((SOURCES / name).read_text()), device)
+    device = next(each for each in DEVICES if name.endswith(f"_{each}.json"))
+    check_table(kernel, json.loads((SOURCES / name).read_text()), device)
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("name", TABLES)
+def test_shipped_entries_are_used(
+    kernel: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """On the device that a table is named for, each entry is what its size gets."""
+    config = part(kernel, "config")
+    monkeypatch.setattr(config, "device_name", lambda _: name.removesuffix(".json"))
+    for operation, by_width in json.loads((SOURCES / name).read_text()).items():
+        kind = getattr(config, OPERATIONS[operation])
+        for width, by_size in by_width.items():
+            itemsize = int(width.removesuffix("bit")) // 8
+            for size, by_tokens in by_size.items():
+                sizes = config.Sizes(*(int(each) for each in size.split("x")), itemsize)
+                for tokens, entry in by_tokens.items():
+                    given = int(tokens), sizes, CPU
+                    if operation == "score":
+                        found = config.score_config(given[0], 1, itemsize, *given[1:])
+                    elif operation.startswith("decode"):
+                        found = config.decode_config(operation == "decode up", *given)
+                    else:
+                        found = config.gemm_config(operation == "up", *given)
+                    assert found == kind(**entry), (operation, size, tokens)
 
 
 @pytest.mark.parametrize(
@@ -396,6 +444,8 @@ def test_shipped_tables(kernel: ModuleType) -> None:
     (
         ("up", {"tokens": 48}),
         ("up", {"tall": 64}),
+        ("up", {"tall": 192}),
+        ("down", {"extra": 64}),
         ("up", {"num_stages": 50}),
         ("up", {"wide": True, "swap": True}),
         ("up", {"swap": 1}),

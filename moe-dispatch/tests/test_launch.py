@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import pytest
@@ -52,13 +53,14 @@ class Call:
 
 @pytest.fixture
 def calls(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
-    """Launches that are noted instead of made, as on an H200 that is not there."""
+    """Launches that are noted instead of made, as on an H200 that is not there, tables and all."""
     made: list[Call] = []
     launch, config, ops = (part(kernel, name) for name in ("launch", "config", "ops"))
     monkeypatch.setattr(launch, "launch", lambda *given: made.append(Call(*given)))
     monkeypatch.setattr(launch, "on_nvidia", lambda: True)
     monkeypatch.setattr(ops, "uses_triton", lambda _: True)
     monkeypatch.setattr(config, "of_device", lambda _: config.Device(132, 227 << 10, 90))
+    monkeypatch.setattr(config, "device_name", lambda _: "NVIDIA_H200")
     cached = (config.gemm_config, config.score_config, config.decode_config, ops._plan)
     for each in cached:
         each.cache_clear()
@@ -254,15 +256,59 @@ def every_call(kernel: ModuleType) -> None:
         kernel.fused_expert_ffn(rows, gate, gate, down, offsets, 8, weights, places, 16, 2)
 
 
-def test_keys_tell_launches_apart(kernel: ModuleType, calls: list[Call]) -> None:
-    """A compiled kernel is found again by its key: two that differ must have two."""
-    every_call(kernel)
+def check_keys(calls: list[Call]) -> None:
+    """Raise if Triton would compile more than one kernel for a key."""
     by_key: dict[object, set[object]] = {}
     for call in calls:
         by_key.setdefault(call.key, set()).add(call.specialised())
     wrong = {key[0] for key, found in by_key.items() if len(found) > 1}
     assert not wrong, wrong
+
+
+def test_keys_tell_launches_apart(kernel: ModuleType, calls: list[Call]) -> None:
+    """A compiled kernel is found again by its key: two that differ must have two."""
+    every_call(kernel)
+    check_keys(calls)
     assert len({call.specialised() for call in calls}) > 300
+
+
+def test_keys_tell_numbers_of_warps_apart(
+    kernel: ModuleType, calls: list[Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Warps are compiled in, and come from tables: they alone make another kernel."""
+    config, ops = part(kernel, "config"), part(kernel, "ops")
+    of_config = [
+        (name, getattr(config, name)) for name in ("gemm_config", "score_config", "decode_config")
+    ]
+    of_ops = [
+        (name, getattr(ops, name))
+        for name in ("route_block", "combine_block", "dispatch_constants")
+    ]
+
+    def with_warps(choose: Callable, warps: int) -> Callable:
+        def chosen(*given: object) -> object:
+            found = choose(*given)
+            if isinstance(found, tuple):
+                return (*found[:-1], warps)
+            return dataclasses.replace(found, num_warps=warps)
+
+        return chosen
+
+    for warps in (2, 4, 8):
+        ops._plan.cache_clear()
+        for module, known in ((config, of_config), (ops, of_ops)):
+            for name, choose in known:
+                monkeypatch.setattr(module, name, with_warps(choose, warps))
+        for tokens in (1, 16):
+            kernel.fused_moe_forward(*layer(tokens, 8, 48, 32), 8, 2)
+            experts_call(kernel, tokens)
+        kernel.route(empty(16, 8), 2)
+    seen: dict[str, set[int]] = {}
+    for call in calls:
+        seen.setdefault(call.name, set()).add(call.warps)
+    names = {*GENERAL, "count", "route", "decode_up", "decode_down"}
+    assert seen == dict.fromkeys(names, {2, 4, 8})
+    check_keys(calls)
 
 
 def test_keys_tell_halves_from_what_lies_the_other_way(
@@ -294,15 +340,12 @@ def test_strides_of_64_bits(kernel: ModuleType, calls: list[Call], stride: int) 
     large = torch.empty_strided((16, 8), (stride, 1), device="meta")
     for logits in (small, large):
         kernel.route(logits, 2)
-    weights = torch.empty_strided((16, 2), (stride, 1), device="meta")
-    ids = torch.empty_strided((16, 2), (stride, 1), dtype=LONG, device="meta")
-    experts_call(kernel, 16)
-    experts_call(kernel, 16, top_k_index=ids, top_k_weights=weights)
-    by_key: dict[object, set[object]] = {}
-    for call in calls:
-        by_key.setdefault(call.key, set()).add(call.specialised())
-    wrong = {key[0] for key, found in by_key.items() if len(found) > 1}
-    assert not wrong, wrong
+    for tokens, strides in itertools.product((1, 16), ((2, 1), (stride, 1), (1, stride))):
+        weights = torch.empty_strided((tokens, 2), strides, device="meta")
+        ids = torch.empty_strided((tokens, 2), strides, dtype=LONG, device="meta")
+        experts_call(kernel, tokens, top_k_index=ids)
+        experts_call(kernel, tokens, top_k_weights=weights)
+    check_keys(calls)
 
 
 @pytest.mark.parametrize("first", (1, 2, 3, 5, 9, 17, 33, 129, 2049, 4097))

@@ -161,8 +161,8 @@ def block_tokens(tokens: int, top_k: int) -> int:
 def gate_tokens(block: int, experts: int, num_warps: int) -> int:
     """Return the tokens that choose at a time: so many that their keys fit the registers."""
     # 16 keys a thread, of 64 bits each, beside logits and weights; 8 where many tokens need
-    # several programs a multiprocessor.
-    keys = (512 if block < 64 else 256) * num_warps
+    # several programs a multiprocessor, and where there are few tokens anyhow.
+    keys = (512 if block < 64 and experts <= 512 else 256) * num_warps
     return max(1, min(block, keys // power_of_two(experts)))
 
 
@@ -263,16 +263,17 @@ def score_heuristic(
     # Few tokens a tile spread the choices over many multiprocessors; many share the weight.
     block_t = 16 if tokens <= 256 else 32 if tokens <= 4096 else 64
     # All experts in one tile need one arrival less; many are shared out.
-    block_e = min(max(power_of_two(experts), 16), 128)
+    block_e = min(max(power_of_two(experts), 16), 128 if device.arch else 64)
     block_k = (256 if block_t <= 16 else 128) // itemsize
+    large = tokens > 8192 or experts > 256
     if itemsize == 4:  # without tensor cores operands take registers
-        block_t, block_k = 16 if tokens <= 256 else 32 if tokens <= 8192 else 64, 16
-        block_e = min(block_e, 64)
+        block_t, block_k = (64 if large else 32), 16
+        block_e = min(block_e, 128 if large else 64)
     steps = -(-hidden // block_k)
     tiles = -(-tokens // block_t) * -(-experts // block_e)
     splits = max(1, min(2 * device.multiprocessors // tiles, steps, 16))
     warps = 8 if block_e * block_t >= 2048 or experts > 256 else 4
-    if itemsize == 4 and experts > 512:
+    if itemsize == 4 and experts > 256:
         warps = 16
     step = (block_t + block_e) * block_k * itemsize
     stages = 3 if itemsize == 2 and device.arch and 3 * step <= device.shared_memory - 2048 else 2
