@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from monorepo.numerics import FACTOR, FLOOR_ULP, Error, tensor_error
+from monorepo.numerics import FACTOR, FLOOR_ULP, Error, spacing, tensor_error
 
 from .routing import part
 
@@ -165,6 +165,7 @@ def check(p: Problem, out: Tensor) -> None:
         more = repeated(p, SAMPLE // max(out.numel(), 1))
         right = exact if more is p else formula(more, torch.float64)
         peer = tensor_error(formula(more, p.x.dtype), right)
+        peer = in_ulp_of(exact, peer, right, p.x.dtype)
         nowhere = (local(p.ids, p.down.shape[0], p.expert_map) < 0).all(-1)
     check_error(tensor_error(out, exact), peer)
     assert not bool(out.reshape(len(nowhere), -1)[nowhere].any())  # exactly zero
@@ -185,6 +186,20 @@ def repeated(p: Problem, times: int) -> Problem:
         ids=p.ids.reshape(-1, top_k).repeat(times, 1),
         weights=p.weights.reshape(-1, top_k).repeat(times, 1),
     )
+
+
+def in_ulp_of(exact: Tensor, error: Error, right: Tensor, dtype: torch.dtype) -> Error:
+    """Return errors against `right`, relative to its size, in ulp of `exact` in a dtype.
+
+    An ulp is up to twice as large a part of one tensor as of another.
+    """
+
+    def parts(values: Tensor) -> Tensor:
+        sizes = torch.stack((values.abs().max(), values.pow(2).mean().sqrt()))
+        return spacing(sizes, dtype) / sizes
+
+    largest, rms = (parts(right) / parts(exact)).nan_to_num(1.0).tolist()
+    return Error(error.largest * largest, error.rms * rms)
 
 
 def check_error(found: Error, peer: Error) -> None:

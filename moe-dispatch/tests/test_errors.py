@@ -349,16 +349,6 @@ def test_experts_of_the_weights(kernel: ModuleType, device: str, function: str) 
 
 
 @pytest.mark.usefixtures("nothing_runs")
-def test_strided_map(kernel: ModuleType, device: str) -> None:
-    """A map that the kernel would misread is refused."""
-    arguments = made(GOOD["fused_experts"], device)
-    wide = torch.zeros(8, dtype=LONG, device=device)
-    for given in (wide[::2], wide[:1].expand(4)):
-        with pytest.raises(ValueError, match="fused_experts: expert_map must be a dense"):
-            kernel.fused_experts(**arguments, expert_map=given)
-
-
-@pytest.mark.usefixtures("nothing_runs")
 @pytest.mark.parametrize(
     ("change", "text"),
     (
@@ -377,8 +367,26 @@ def test_experts_that_are_not_served(
         def _apply_gate(self) -> None: ...
 
     Experts._apply_gate.__name__ = "_default_apply_gate"
+    check_not_served(kernel, device, Experts, change, text)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_own_activation_of_a_subclass(kernel: ModuleType, device: str) -> None:
+    """Case B67: what a class changes in gpt-oss's experts is not ignored."""
+
+    class Experts(SimpleNamespace):
+        def _apply_gate(self) -> None: ...
+
+    class GptOssExperts(Experts): ...
+
+    check_not_served(kernel, device, GptOssExperts, {}, "the activation of GptOssExperts is not")
+
+
+def check_not_served(
+    kernel: ModuleType, device: str, kind: type, change: dict[str, object], text: str
+) -> None:
     given = made(GOOD["fused_experts"], device)
-    module = Experts(
+    module = kind(
         has_gate=True, has_post_expert_norm=False, is_transposed=False, has_bias=False,
         is_concatenated=True, act_fn=torch.nn.SiLU(), gate_up_proj=given["gate_up_proj"],
         down_proj=given["down_proj"],
@@ -390,6 +398,7 @@ def test_experts_that_are_not_served(
         kernel.experts_forward(module, *arguments)
 
 
+@pytest.mark.parametrize("transform", (False, True), ids=("dual", "jvp"))
 @pytest.mark.parametrize(
     ("function", "carrier"),
     (("route", "logits"), ("route", "bias"), ("fused_experts", "hidden_states"),
@@ -399,15 +408,30 @@ def test_experts_that_are_not_served(
      ("unpermute_tokens", "expert_outputs"), ("unpermute_tokens", "top_k_weights")),
 )  # fmt: skip
 def test_forward_mode_is_refused(
-    kernel: ModuleType, device: str, function: str, carrier: str
+    kernel: ModuleType, device: str, function: str, carrier: str, transform: bool
 ) -> None:
-    """A tangent is not dropped silently."""
+    """A tangent is not dropped silently, whoever attached it."""
     arguments = made(GOOD[function], device)
     if carrier == "bias":
         arguments["bias"] = torch.zeros(4, device=device)
+    value = arguments[carrier]
+    if transform:
+        with pytest.raises(NotImplementedError, match=f"{function}: .*forward-mode"):
+            torch.func.jvp(
+                lambda each: getattr(kernel, function)(**{**arguments, carrier: each}),
+                (value,), (torch.ones_like(value),),
+            )  # fmt: skip
+        return
     with torch.autograd.forward_ad.dual_level():
         getattr(kernel, function)(**arguments)  # nothing to differentiate
-        value = arguments[carrier]
         arguments[carrier] = torch.autograd.forward_ad.make_dual(value, torch.ones_like(value))
         with pytest.raises(NotImplementedError, match=f"{function}: .*forward-mode"):
             getattr(kernel, function)(**arguments)
+
+
+def test_tensors_without_data(kernel: ModuleType) -> None:
+    """On the meta device each function returns shapes and dtypes."""
+    for function, given in GOOD.items():
+        found = getattr(kernel, function)(**made(given, "meta"))
+        for each in found if isinstance(found, tuple) else (found,):
+            assert each.is_meta, function

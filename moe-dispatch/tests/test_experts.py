@@ -277,6 +277,8 @@ def test_expert_map(kernel: ModuleType, device: str, tokens: int, map_dtype: tor
         )  # fmt: skip
         parts.append(check_call(kernel, rank))
     check_tensor(parts[0] + parts[1], formula(whole, torch.float64), formula(whole, FLOAT))
+    strided = torch.stack((rank.expert_map, rank.expert_map + 1), 1)[:, 0]
+    assert torch.equal(rank.but(expert_map=strided).call(kernel), rank.call(kernel))
     # An entry that names no expert here is one of another rank too.
     odd = rank.but(expert_map=torch.tensor([0, 5, -3, 1, 99, 2, 4, 3]).to(device, map_dtype))
     check_call(kernel, odd)

@@ -226,6 +226,25 @@ def test_whole_layer(kernel: ModuleType, device: str, dtype: torch.dtype, gating
         check_error(tensor_error(got, right), tensor_error(other, right))
 
 
+@pytest.mark.parametrize("wanted", (False, True), ids=("inference", "training"))
+def test_autocast(kernel: ModuleType, device: str, wanted: bool) -> None:
+    """It lowers neither logits nor experts nor gradients, whichever path serves."""
+    p = problem(40, top_k=2, hidden=48, inner=24, dtype=FLOAT, device=device)
+    router = torch.randn(p.down.shape[0], 48, device=device)
+    gate, up = (half.contiguous() for half in p.gate_up.chunk(2, 1))
+    results = []
+    for enabled in (False, True):
+        leaves = [t.detach().requires_grad_(wanted) for t in (p.x, router, gate, up, p.down)]
+        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=enabled):
+            one = p.but(x=leaves[0], down=leaves[4]).call(kernel)
+            _, _, logits = kernel.moe_router(*leaves[:2], 2)
+            out, ids, weights = kernel.fused_moe_forward(*leaves, router.shape[0], 2)
+            # The router's product is PyTorch's, which a backward pass under autocast lowers.
+            grads = torch.autograd.grad(one.sum(), (leaves[0], leaves[4])) if wanted else ()
+        results.append((one, logits, out, ids, weights, *grads))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("tokens", (1, 7))
 def test_values_are_those_without_gradients(
     kernel: ModuleType, device: str, uses_triton: bool, tokens: int

@@ -145,6 +145,23 @@ def test_router_is_exact(device: str) -> None:
     check_elements(got, exact, exact.half())
 
 
+@pytest.mark.parametrize("mode", MODES[:2], ids=str)
+def test_router_logits(kernel: ModuleType, device: str, mode: Mode) -> None:
+    """What transformers takes from the router by a hook, for the auxiliary loss."""
+    plain = small_model("gpt-oss", device, torch.float32)
+    ours = bound(plain, device, mode)
+    check_ours(ours, kernel, 2)
+    tokens = prompt(plain)
+    before = ours(tokens).logits
+    models = (ours, in_float64(plain), plain)
+    found = [model(tokens, labels=tokens, output_router_logits=True) for model in models]
+    for name in ("logits", "aux_loss", "loss"):
+        check_tensor(*(getattr(each, name) for each in found))
+    for logits_of_layer in zip(*(each.router_logits for each in found), strict=True):
+        check_tensor(*logits_of_layer)
+    check_tensor(before, *(each.logits for each in found[1:]))
+
+
 def test_wrong_tokens_are_refused(device: str) -> None:
     ours = bound(one_layer(device), device)
     with pytest.raises(TypeError, match="^MegaBlocksMoeMLP: hidden_states must be .*float64"):

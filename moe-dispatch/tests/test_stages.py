@@ -208,6 +208,23 @@ def test_grouped_gemm(
     check_tensor(y, exact, linear(x.float(), weights.float(), offsets).to(dtype))
 
 
+@pytest.mark.parametrize(
+    "offsets", ([0, 2, 2, 50], [-9, 2, 2, 9], [0, 9, 3, 9], [5, 2, 9, 1], [0, 2**40, 2**40, 9])
+)
+def test_offsets_that_are_none(kernel: ModuleType, device: str, offsets: list[int]) -> None:
+    """Nothing outside of the rows is read or written, and no row is computed twice."""
+    x, weights = randn(9, 24, device=device), randn(3, 40, 24, device=device, scale=24)
+    given = torch.tensor(offsets, device=device)
+    kept = given.clamp(0, 9).cummax(0).values
+    out = kernel.grouped_gemm(x, weights, given, 3)
+    assert torch.equal(out, kernel.grouped_gemm(x, weights, kept, 3))
+    check_tensor(out, linear(x.double(), weights.double(), kept), linear(x, weights, kept))
+    ffn = (weights[:, :24], weights[:, :24], weights[:, :24])
+    rest = 3, randn(9, 1, device=device), torch.arange(9, device=device), 9, 1
+    found = kernel.fused_expert_ffn(x, *ffn, given, *rest)
+    assert torch.equal(found, kernel.fused_expert_ffn(x, *ffn, kept, *rest))
+
+
 def weight_layouts(dense: Tensor) -> dict[str, Tensor]:
     """Return the same weight in memory of many kinds."""
     doubled = torch.cat((dense, dense), 1)

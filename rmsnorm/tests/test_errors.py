@@ -202,6 +202,17 @@ def test_forward_mode_is_refused(kernel: ModuleType, device: str, carrier: str) 
             kernel.rmsnorm(**given)
 
 
+def test_forward_mode_of_a_transform_is_refused(kernel: ModuleType, device: str) -> None:
+    x = torch.randn(2, 8, device=device)
+    with pytest.raises(NotImplementedError, match="rmsnorm: .*forward-mode"):
+        torch.func.jvp(kernel.rmsnorm, (x,), (x,))
+
+
+def test_tensors_without_data(kernel: ModuleType) -> None:
+    y, total = kernel.add_rmsnorm(*(torch.empty(2, 8, device="meta") for _ in range(2)))
+    assert y.is_meta and total.is_meta and y.shape == total.shape == (2, 8)
+
+
 def test_more_rows_than_kernels_count(kernel: ModuleType) -> None:
     """B04: a row number past 2^31 would wrap, and pass the mask as a negative one."""
     rows = part(kernel, "api").MOST_ROWS + 1

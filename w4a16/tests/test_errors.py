@@ -356,3 +356,10 @@ def test_forward_mode_is_refused(kernel: ModuleType, device: str, carrier: str) 
         )
         with pytest.raises(NotImplementedError, match="w4a16_gemm: .*forward-mode"):
             kernel.w4a16_gemm(weight=w, **given)
+
+
+def test_forward_mode_of_a_transform_is_refused(kernel: ModuleType, device: str) -> None:
+    w = weight(kernel, 16, 64, device=device)
+    x = torch.randn(2, 64, device=device, dtype=HALF)
+    with pytest.raises(NotImplementedError, match="w4a16_gemm: .*forward-mode"):
+        torch.func.jvp(lambda each: kernel.w4a16_gemm(each, w), (x,), (x,))

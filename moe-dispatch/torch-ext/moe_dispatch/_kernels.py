@@ -456,11 +456,17 @@ def moe_index_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["experts", "height", "blocks"])
+@triton.jit
+def _moe_greater(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit(do_not_specialize=["rows", "experts", "height", "blocks"])
 def moe_cut_kernel(
     offsets_ptr,  # [experts + 1] int64: first row of each expert
     tiles_ptr,  # [.., 4] int32
     counted_ptr,  # [1] int32
+    rows,
     experts,
     height,
     blocks,
@@ -469,12 +475,14 @@ def moe_cut_kernel(
     """Cut rows that are in order already into tiles."""
     expert = tl.arange(0, EXPERTS)
     mask = expert < experts
-    start = tl.load(offsets_ptr + expert, mask=mask, other=0)
-    total = tl.load(offsets_ptr + expert + 1, mask=mask, other=0) - start
-    _moe_cut(
-        tiles_ptr, counted_ptr, total.to(tl.int32), start.to(tl.int32), expert, height, 0, 0,
-        tl.program_id(0), blocks,
-    )  # fmt: skip
+    first = tl.load(offsets_ptr + expert, mask=mask, other=0)
+    after = tl.load(offsets_ptr + expert + 1, mask=mask, other=0)
+    # Offsets that leave the rows or go back name none, and no tile may.
+    first = tl.minimum(tl.maximum(first, 0), rows).to(tl.int32)
+    after = tl.minimum(tl.maximum(after, 0), rows).to(tl.int32)
+    start = tl.associative_scan(first, 0, _moe_greater)
+    total = tl.where(mask, tl.associative_scan(after, 0, _moe_greater) - start, 0)
+    _moe_cut(tiles_ptr, counted_ptr, total, start, expert, height, 0, 0, tl.program_id(0), blocks)
 
 
 # ---------------------------------------------------------------------------------------- experts
@@ -893,13 +901,14 @@ def moe_down_kernel(
 
 
 # ------------------------------------------------------------------------------------ combination
-@triton.jit(do_not_specialize=["parts", "stride_wt", "stride_wk"])
+@triton.jit(do_not_specialize=["rows", "parts", "stride_wt", "stride_wk"])
 def moe_combine_kernel(
     y_ptr,  # [slots, hidden], by slot, or by place if places_ptr is there
     slots_ptr,  # [slots] int32: experts, -1 for a slot without output; or None
     places_ptr,  # [slots] int64, or None
     weights_ptr,  # [tokens, top_k]
     out_ptr,  # [tokens, hidden]
+    rows,
     parts,  # programs of a token
     hidden,
     stride_wt,
@@ -920,6 +929,7 @@ def moe_combine_kernel(
         place = slot
         if places_ptr is not None:
             place = tl.load(places_ptr + slot).to(tl.int64)
+            there = (place >= 0) & (place < rows)
         weight = tl.load(weights_ptr + token * stride_wt + choice * stride_wk).to(tl.float32)
         y = tl.load(y_ptr + place * hidden + n, mask=(n < hidden) & there, other=0.0)
         # A slot that is skipped adds nothing, whatever its weight.

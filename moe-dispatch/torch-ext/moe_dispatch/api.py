@@ -4,10 +4,9 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from . import ops
+from . import ops, reference
 from ._shared.checks import check_finite, check_float_tensor, describe
 from ._shared.dispatch import needs_operator
 
@@ -41,8 +40,9 @@ def route(
     is as good as its best expert (DeepSeek-V2) or, with a bias, as the sum of its best two
     (DeepSeek-V3, "noaux_tc").
 
-    Equal scores go to the lowest index. NaN counts as less than any number, with a weight of that
-    of -inf; ids are always valid and differ from each other.
+    Without a bias the choice is by logits, which tells apart what rounds to the same score. Of
+    equal ones the lowest index is chosen. NaN counts as less than any number, with a weight of
+    that of -inf; ids are always valid and differ from each other.
 
     Args:
         logits: `[..., experts]`, float16, bfloat16 or float32, of any strides; 1 to 1024 experts.
@@ -137,7 +137,7 @@ def fused_experts(
         gate_up_bias: `[experts, 2 * inner]`, a float tensor, or None; laid out as the weight.
         down_bias: `[experts, hidden]`, a float tensor, or None.
         alpha: Of "swiglu_oai".
-        limit: Of "swiglu_oai", at least 0.
+        limit: Of "swiglu_oai", at least 0; inf for none.
         interleaved: Whether gates and ups take turns: gate 0, up 0, gate 1, ...
         expert_map: `[all experts]`, int32 or int64: for each id the expert here, or -1 for one
             that is elsewhere (expert parallelism). None if ids are those of the experts here.
@@ -186,10 +186,12 @@ def fused_experts(
     )
     _check_one_of(function, "activation", activation, ACTIVATIONS)
     check_finite(function, "alpha", alpha, minimum=-math.inf)
-    check_finite(function, "limit", limit, minimum=0.0)
+    if limit != math.inf:
+        check_finite(function, "limit", limit, minimum=0.0)
     _check_flag(function, "interleaved", interleaved)
     if expert_map is not None:
         _check_map(function, expert_map, hidden_states)
+        expert_map = expert_map.contiguous()
     top_k = top_k_index.shape[-1]
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     ids, router = top_k_index.reshape(-1, top_k), top_k_weights.reshape(-1, top_k)
@@ -267,9 +269,7 @@ def moe(
     if not needs_operator(function, *tensors):
         return ops.moe(x, router, router_bias, weights, routing, gating)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        logits = F.linear(
-            x.float(), router.float(), None if router_bias is None else router_bias.float()
-        )
+        logits = reference.linear(x, router, router_bias)
         ids, mix = ops.route(logits, None, *routing)
         return ops.experts(x, *weights, ids, mix, None, *gating), ids, mix.to(x.dtype)
     out: tuple[Tensor, Tensor, Tensor] = ops.moe_operator(
@@ -372,10 +372,8 @@ def _check_map(function: str, value: object, like: Tensor) -> None:
         raise TypeError(
             f"{function}: expert_map must be a tensor of int32 or int64, got {describe(value)}"
         )
-    if value.dim() != 1 or not value.numel() or value.stride(0) != 1:
-        raise ValueError(
-            f"{function}: expert_map must be a dense [all experts], got {describe(value)}"
-        )
+    if value.dim() != 1 or not value.numel():
+        raise ValueError(f"{function}: expert_map must be [all experts], got {describe(value)}")
     _check_device(function, "expert_map", value, "hidden_states", like)
 
 

@@ -131,14 +131,17 @@ def index(
     )
 
 
-def cut(offsets: Tensor, tiles: Tensor, counted: Tensor, height: int, programs: int, size: int):
+def cut(
+    offsets: Tensor, tiles: Tensor, counted: Tensor, rows: int, height: int, programs: int,
+    size: int,
+) -> None:  # fmt: skip
     """Launch the cut of rows in order, from offsets [experts + 1] int64, into tiles."""
     launch(
         ("cut", offsets.get_device(), size),
         _kernels.moe_cut_kernel,
         programs,
         (offsets, tiles, counted),
-        (offsets.numel() - 1, height, programs),
+        (rows, offsets.numel() - 1, height, programs),
         {"EXPERTS": size},
         4,
     )
@@ -253,7 +256,7 @@ def combine(
         _kernels.moe_combine_kernel,
         tokens * parts,
         (y, slots, places, weights, out),
-        (parts, hidden, *weights.stride()),
+        (y.shape[0], parts, hidden, *weights.stride()),
         constants,
         num_warps,
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """The operators: registered for autograd and torch.compile, called directly where neither is on."""
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -511,10 +512,12 @@ def experts_backward(
         if dx is not None and dx.dtype is not torch.float32:
             grads["x"] = torch.zeros_like(dx, dtype=torch.float32)
         parts, biases = _parts(weights, gating)
-        reference.experts_backward(
-            dout, x, *parts, reference.local_ids(ids, expert_map, down.shape[0]), router, *biases,
-            *gating[:3], {name: grad for name, grad in grads.items() if grad is not None},
-        )  # fmt: skip
+        with reference.full_precision(x):
+            reference.experts_backward(
+                dout, x, *parts, reference.local_ids(ids, expert_map, down.shape[0]), router,
+                *biases, *gating[:3],
+                {name: grad for name, grad in grads.items() if grad is not None},
+            )  # fmt: skip
         if dx is not None and grads["x"] is not dx:
             dx.copy_(grads["x"])
     return [grad for grad in found if grad is not None]
@@ -736,7 +739,7 @@ def _cut(
     # Each program cuts every so-manieth tile of all experts.
     programs = min(64, most)
     launch.cut(
-        offsets.contiguous(), tiles, counted, tile.tokens, programs,
+        offsets.contiguous(), tiles, counted, rows, tile.tokens, programs,
         config.power_of_two(max(experts, 16)),
     )  # fmt: skip
     return tiles, counted, most
@@ -749,7 +752,8 @@ def grouped_gemm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     if not rows:
         return y
     if not uses_triton(x):
-        for expert, (first, last) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+        bounds = reference.bounds(offsets, rows).tolist()
+        for expert, (first, last) in enumerate(itertools.pairwise(bounds)):
             y[first:last] = reference.linear(x[first:last], weights[expert], None).to(x.dtype)
         return y
     sizes = config.Sizes(experts, 1, weights.shape[1], x.shape[1], x.element_size())
@@ -797,7 +801,9 @@ def expert_ffn(
         up(x, gates, h, None, tiles, counted, top_k, most, gating, tile, device)
         tile = config.whole(config.gemm_config(False, bucket, sizes, x.device))
         tiles, counted, most = _cut(offsets, rows, experts, tile)
-        down(h, down_weight, None, y, slots.contiguous(), tiles, counted, most, tile, device)
+        # A slot that is none would be written outside of y.
+        places = slots.clamp(0, rows - 1)
+        down(h, down_weight, None, y, places, tiles, counted, most, tile, device)
         launch.combine(y, None, None, router_weights, out, *combine_block(sizes.hidden))
     return out
 
@@ -808,7 +814,8 @@ def _ffn_reference(
 ) -> Tensor:  # fmt: skip
     tokens, top_k = router_weights.shape
     row = torch.arange(x.shape[0], device=x.device)
-    expert = torch.searchsorted(offsets, row, right=True) - 1
+    bounds = reference.bounds(offsets, x.shape[0])
+    expert = torch.searchsorted(bounds, row, right=True) - 1
     expert = torch.where(expert < weights.down.shape[0], expert, -1)
     one = torch.ones_like(row, dtype=torch.float32).unsqueeze(1)
     y = torch.empty_like(x)

@@ -1,5 +1,6 @@
 """The same computation in PyTorch, with the same rounding: oracle of the tests, path of CPUs."""
 
+import contextlib
 from collections.abc import Iterator
 
 import torch
@@ -162,9 +163,23 @@ def each_expert(ids: Tensor, experts: int) -> Iterator[tuple[int, Tensor]]:
             yield expert, slots
 
 
+def bounds(offsets: Tensor, rows: int) -> Tensor:
+    """Return the first row of each expert and the last's end, never outside of the rows or back."""
+    return offsets.clamp(0, rows).cummax(0).values
+
+
+def full_precision(like: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Return a context without autocast, which would round float32 operands."""
+    kind = like.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W^T + bias in float32."""
-    return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    """Return x W^T + bias in float32, differentiable."""
+    with full_precision(x):
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
 
 def experts(

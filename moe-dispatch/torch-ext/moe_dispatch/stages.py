@@ -1,10 +1,9 @@
 """The stages of a layer one by one, with the arguments and results of the public predecessor."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from . import ops
+from . import ops, reference
 from ._shared.checks import check_float_tensor, describe
 from ._shared.dispatch import needs_operator
 from .api import (
@@ -53,8 +52,7 @@ def moe_router(
         )
     routing = ops.Routing(top_k, gating, gating == "sigmoid", 1, 1, 1.0)
     if needs_operator(function, hidden_states, router_weight, router_bias):
-        bias = None if router_bias is None else router_bias.float()
-        logits = F.linear(hidden_states.float(), router_weight.float(), bias)
+        logits = reference.linear(hidden_states, router_weight, router_bias)
         ids, weights = ops.route(logits, None, *routing)
     else:
         ids, weights, logits = ops.router(hidden_states, router_weight, router_bias, routing)
@@ -186,7 +184,8 @@ def grouped_gemm(
         tokens: `[rows, k]`, float16, bfloat16 or float32.
         weights: `[num_experts, n, k]` of the same dtype.
         expert_offsets: `[num_experts + 1]` int64 on the same device: the first row of each expert,
-            then the number of rows that have one. Rows after that give zeros.
+            then the number of rows that have one. Rows after that give zeros; what lies outside
+            of the rows or goes back is cut off.
         num_experts: Experts, 1 to 1024.
 
     Returns:
