@@ -9,7 +9,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install -q
 TRITONS := 3.4.0 3.9.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tritons sync build demo test test-gpu lint format publish-local bench tables tune clean
+.PHONY: help setup tritons sync build demo test test-targets test-gpu lint format publish-local bench tables tune clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -39,9 +39,16 @@ build: setup ## build every kernel into <kernel>/build
 demo: setup ## build, publish to a loopback Hub, load with get_kernel, compare with fp64
 	$(PY) scripts/demo.py
 
-test: setup tritons build ## every test that needs no GPU
-	$(PY) -m pytest -n $(JOBS) -m "not gpu"
-	TRITON_INTERPRET=1 $(PY) -m pytest -n $(JOBS) -m "not gpu" $(wildcard */tests)
+# A process a core: threads of their own would only wait for each other. Some tests take minutes,
+# so a process that has none left takes over another's.
+PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal
+
+test: setup tritons build ## every test that needs no GPU, each GPU's code by one Triton
+	$(PYTEST) -m "not gpu and not whole_matrix"
+	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu" $(wildcard */tests)
+
+test-targets: setup tritons ## compile for each GPU with the Triton that `make test` leaves out
+	$(PYTEST) -m whole_matrix tests
 
 test-gpu: ## the kernels' tests on the GPU at hand, with the Python at hand (PY=python3)
 	$(PY) scripts/build.py

@@ -23,11 +23,6 @@ TRITONS = ["3.4", "3.9"]  # the oldest and the newest supported, installed besid
 ONE_A_BACKEND = {target.backend: target for target in MANIFEST.targets}.values()
 #: GPUs beside those of the manifest that a kernel's heuristic has to fit: L4 and 4090, 99 KB.
 SMALLER = {"w4a16": [Target("cuda", 89, 32, 99 * 1024)]}
-FITS = [
-    (kernel, target)
-    for kernel in MANIFEST.kernels
-    for target in (*MANIFEST.targets, *SMALLER.get(kernel.name, ()))
-]
 FAULTY = ROOT / "tests" / "faulty_kernel"
 
 
@@ -89,8 +84,17 @@ def problems_of(line: dict[str, Any], target: Target) -> list[str]:
     return [f"{launch.kernel} {problem}" for problem in problems(launch, target.shared_memory)]
 
 
-@pytest.mark.parametrize("triton", TRITONS, ids=name_of)
-@pytest.mark.parametrize("kernel, target", FITS, ids=name_of)
+def pairs() -> list[Any]:
+    """Each launch list with both Tritons, in turns in `make test`: all would take it too long."""
+    return [
+        pytest.param(kernel, target, triton, marks=[] if usual else [pytest.mark.whole_matrix])
+        for kernel in MANIFEST.kernels
+        for place, target in enumerate((*MANIFEST.targets, *SMALLER.get(kernel.name, ())))
+        for triton, usual in zip(TRITONS, (place % 2 == 1, place % 2 == 0), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kernel, target, triton", pairs(), ids=name_of)
 def test_each_shipped_launch_compiles_and_fits(
     kernel: Kernel, target: Target, triton: str, builds: dict[str, Path]
 ) -> None:
