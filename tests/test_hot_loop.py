@@ -12,7 +12,7 @@ from monorepo.manifest import Target
 from sass import hot_loop, operation
 from test_targets import MANIFEST, launches_of, name_of
 
-TRITONS = ["3.4", None, "3.9"]  # None: the one of the environment
+TRITONS = ["3.4", "3.9"]
 ARCHS = ("80", "90")
 #: Bytes a thread stores, by the width in an instruction's name; 4 without one.
 WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
@@ -26,13 +26,13 @@ def bytes_stored(instruction: str) -> int:
     return next((WIDTHS[each] for each in modifiers if each in WIDTHS), 4) if name == "STS" else 0
 
 
-@pytest.mark.parametrize("triton", TRITONS, ids=lambda triton: f"triton-{triton or 'here'}")
+@pytest.mark.parametrize("triton", TRITONS, ids=name_of)
 @pytest.mark.parametrize(
     "target", [target for target in MANIFEST.targets if str(target.arch) in ARCHS], ids=name_of
 )
 def test_weights_stay_in_registers(
     target: Target,
-    triton: str | None,
+    triton: str,
     builds: dict[str, Path],
 ) -> None:
     (kernel,) = (kernel for kernel in MANIFEST.kernels if kernel.name == "w4a16")

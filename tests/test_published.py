@@ -32,6 +32,8 @@ from monorepo.manifest import Manifest
 KERNELS = Manifest.load(ROOT).kernels
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
 each_kernel = pytest.mark.parametrize("name", [kernel.name for kernel in KERNELS])
+# What depends on clients and Hub, not on the kernel: shown by the one with the longest name.
+one_kernel = pytest.mark.parametrize("name", [max((kernel.name for kernel in KERNELS), key=len)])
 
 GUARD = """\
     import os, sys
@@ -121,9 +123,9 @@ class Published:
         command = [str(Path(sys.executable).with_name("hf")), *arguments]
         return self.run(command, home, HF_HUB_DISABLE_UPDATE_CHECK="1")
 
-    def publish(self) -> str:
-        script = str(self.checkout / "scripts/publish.py")
-        return self.run([sys.executable, script], self.folder / "publisher", HF_TOKEN="hf_write")
+    def publish(self, *names: str) -> str:
+        command = [sys.executable, str(self.checkout / "scripts/publish.py"), *names]
+        return self.run(command, self.folder / "publisher", HF_TOKEN="hf_write")
 
 
 @contextlib.contextmanager
@@ -307,7 +309,7 @@ def test_kernels_benchmark(published: Published, tmp_path: Path, name: str) -> N
 # --- loading -------------------------------------------------------------------------------------
 
 
-@each_kernel
+@one_kernel
 def test_many_processes_load_at_once(published: Published, tmp_path: Path, name: str) -> None:
     """Cases B98 and B97: 8 processes, one cold cache, then 10 loads each of what is cached."""
     program = """
@@ -329,7 +331,7 @@ def test_many_processes_load_at_once(published: Published, tmp_path: Path, name:
     published.python(name, program, tmp_path)
 
 
-@each_kernel
+@one_kernel
 def test_version_that_is_no_version(published: Published, tmp_path: Path, name: str) -> None:
     """Case B103: an error that says what is there, never a silent slow path."""
     program = """
@@ -345,7 +347,7 @@ def test_version_that_is_no_version(published: Published, tmp_path: Path, name: 
     assert none.startswith("ValueError A kernel version or revision must be specified.")
 
 
-@each_kernel
+@one_kernel
 def test_offline_after_a_whole_snapshot(published: Published, tmp_path: Path, name: str) -> None:
     """Case B89: by version, branch and commit, once the branch was downloaded whole."""
     published.hf("download", repo(name), "--repo-type", "kernel", "--revision", "v1", home=tmp_path)
@@ -360,7 +362,7 @@ def test_offline_after_a_whole_snapshot(published: Published, tmp_path: Path, na
     assert published.hub.log == []
 
 
-@each_kernel
+@one_kernel
 def test_offline_after_a_mere_load(published: Published, tmp_path: Path, name: str) -> None:
     """Case B89: what the README warns of. If this fails, `kernels` got better: shorten the note.
 
@@ -382,7 +384,7 @@ def test_offline_after_a_mere_load(published: Published, tmp_path: Path, name: s
     published.python(name, "smoke(kernels.get_kernel(REPO, version=1))", tmp_path, **local)
 
 
-@each_kernel
+@one_kernel
 def test_publisher_that_is_not_trusted(published: Published, tmp_path: Path, name: str) -> None:
     """What the README says of trust: refused, unless told otherwise."""
     root = tmp_path / "hub"
@@ -411,7 +413,7 @@ def test_two_versions_and_a_local_build_side_by_side(
     change(sources / name / "build.toml", "version = 1", "version = 2")
     toykernel.commit(sources)
     with served(tmp_path, sources, root) as both:
-        both.publish()
+        both.publish(name)
         change(sources / name / "build.toml", "version = 2", "version = 3")
         both.run([sys.executable, "scripts/build.py", name], tmp_path / "home", cwd=sources)
         program = f"""

@@ -33,18 +33,15 @@ def name_of(value: object) -> str:
 
 
 def launches_of(
-    target: Target, triton: str | None, repo_id: str, version: int, build: Path, targets: Path
+    target: Target, triton: str, repo_id: str, version: int, build: Path, targets: Path
 ) -> Iterator[dict[str, Any]]:
-    """Compile in a process of its own; yield what compile_target.py says of each launch.
-
-    Without a Triton version it is the one of the environment.
-    """
+    """Compile in a process of its own; yield what compile_target.py says of each launch."""
     installed = sorted(Path(sys.prefix).glob(f"triton-{triton}*"))
-    if triton and not installed:
+    if not installed:
         pytest.skip(f"Triton {triton} is not installed in {sys.prefix}: make tritons")
     with tempfile.TemporaryDirectory() as cache:
         environment = os.environ | {
-            "PYTHONPATH": str(installed[0]) if triton else "",
+            "PYTHONPATH": str(installed[0]),
             "LOCAL_KERNELS": f"{repo_id}={build}",
             "HF_HUB_OFFLINE": "1",
             "TRITON_CACHE_DIR": cache,
@@ -62,7 +59,7 @@ def launches_of(
         lines = [json.loads(line) for line in done.stdout.splitlines()]
         reached = lines[-1] if lines else None
         assert done.returncode == 0, f"{done.stderr}\nlast line of output: {reached}"
-        assert not triton or lines[0]["triton"].startswith(f"{triton}."), lines[0]
+        assert lines[0]["triton"].startswith(f"{triton}."), lines[0]
         assert lines[1:], f"{targets} lists no launch"
         yield from lines[1:]
 

@@ -143,6 +143,7 @@ def test_other_operators(kernel: ModuleType, device: str, tokens: int) -> None:
     )  # fmt: skip
 
 
+@not_interpreted
 @pytest.mark.parametrize("function", ("experts", "layer"))
 def test_many_tokens_then_one(
     kernel: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch, function: str

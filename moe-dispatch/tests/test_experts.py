@@ -92,6 +92,8 @@ def test_clamps(kernel: ModuleType, device: str, alpha: float, limit: float, tok
 )
 def test_sizes(kernel: ModuleType, device: str, size: tuple[int, int], dtype: torch.dtype) -> None:
     """Class 6: no tail of hidden or inner reads or writes what is its neighbour's."""
+    if INTERPRETED and dtype is FLOAT and size not in ((130, 40), (33, 17), (1, 1)):
+        pytest.skip("float16 has tails of the same code")
     hidden, inner = size
     layouts = ("fused", "transposed") if max(size) < 200 else ("fused",)
     for layout in layouts[:1] if INTERPRETED and dtype is FLOAT else layouts:
@@ -116,6 +118,8 @@ def test_experts_and_choices(
     kernel: ModuleType, device: str, experts: int, top_k: int | str
 ) -> None:
     """Cases B37, B40, class 7: neither has to be a power of two."""
+    if INTERPRETED and (experts == 5 or top_k == 2):
+        pytest.skip("others are as odd")
     top_k = min(experts, 32) if top_k == "all" else top_k
     for tokens in (1, FEW):
         check_call(kernel, problem(tokens, experts=experts, top_k=top_k, device=device, **SIZES))
@@ -228,7 +232,7 @@ def test_not_finite_stays_in_its_row(
 ) -> None:
     """A token that is not finite is seen in its result, and in no other."""
     force(kernel, monkeypatch, decodes=decodes)
-    for activation in ACTIVATIONS:
+    for activation in ACTIVATIONS[:1] if INTERPRETED and value < 0 else ACTIVATIONS:
         p = problem(3, device=device, activation=activation, **SIZES)
         wanted = p.call(kernel)
         p.x[1, 5] = value
@@ -403,6 +407,8 @@ def test_each_tile(
     dtype: torch.dtype,
 ) -> None:
     """Case B62: none relies on what another left in the result or between the products."""
+    if INTERPRETED and dtype is FLOAT and kind not in ("plain", "tall", "grown, swapped"):
+        pytest.skip("float32 has no boxes, and logic of the same code")
     up, down = (tile_of(kernel, **fields) for fields in TILES[kind])
     if dtype is FLOAT:  # has no boxes, and takes twice the memory
         changes = {"rows_by_box": False, "num_stages": 2}
@@ -433,7 +439,7 @@ def test_tiles_on_unaligned_rows(
 
 
 @needs_triton
-@settings(max_examples=8 if INTERPRETED else 60, deadline=None)
+@settings(max_examples=5 if INTERPRETED else 60, deadline=None)
 @given(data=st.data())
 def test_any_dispatch(kernel: ModuleType, device: str, data: st.DataObject) -> None:
     """Cases B37, B38: any experts, choices, shares, heights of tiles and passes."""

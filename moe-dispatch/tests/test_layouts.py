@@ -94,6 +94,8 @@ def test_rows(
     kernel: ModuleType, device: str, uses_triton: bool, layout: str, dtype: torch.dtype
 ) -> None:
     """Case B53: x in any memory."""
+    if INTERPRETED and dtype is FLOAT and layout not in ("odd offset", "one row", "permuted"):
+        pytest.skip("float16 is read by the same code")
     flat = problem(6, hidden=HIDDEN, inner=INNER, dtype=dtype, device=device)
     x = fill(ROWS[layout](flat.x, HIDDEN), flat.x.view(2, 3, HIDDEN))
     p = flat.but(x=x, ids=flat.ids.view(2, 3, 2), weights=flat.weights.view(2, 3, 2))

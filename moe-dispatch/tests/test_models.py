@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -29,6 +30,9 @@ from .models import (
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 IDS, WEIGHTS = torch.tensor([[0, 1]]), torch.tensor([[0.75, 0.25]])
 
+not_interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET", "0") != "0", reason="slow, and the kernels of test_logits"
+)
 each_model = pytest.mark.parametrize("name", MODELS)
 
 
@@ -95,6 +99,7 @@ def test_experts_matter(device: str, name: str) -> None:
     assert (logits(plain, tokens) - logits(other, tokens)).std() > 0.3
 
 
+@not_interpreted
 @each_model
 def test_generation(device: str, calls: list[nn.Module], name: str) -> None:
     """Several tokens first, then one at a time, which takes another path."""
@@ -107,6 +112,7 @@ def test_generation(device: str, calls: list[nn.Module], name: str) -> None:
     assert torch.equal(got, wanted)
 
 
+@not_interpreted
 @each_model
 def test_gradients(device: str, calls: list[nn.Module], name: str) -> None:
     """Each parameter's, those of the routers and of experts that no token chose among them."""

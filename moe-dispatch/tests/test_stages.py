@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from types import ModuleType
 
@@ -17,6 +18,7 @@ from .routing import part
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 NAN = math.nan
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") != "0"
 
 
 def ids_of(kind: str, tokens: int, experts: int, top_k: int, device: str) -> Tensor:
@@ -295,6 +297,8 @@ def test_fused_expert_ffn(
     hidden: int, inner: int, kind: str,
 ) -> None:  # fmt: skip
     """The whole after the order, at unit scale (the predecessor's tests pass for zeros)."""
+    if INTERPRETED and dtype is FLOAT and kind != "random":
+        pytest.skip("float16 is ordered by the same code")
     x, ids = (
         randn(tokens, hidden, device=device, dtype=dtype),
         ids_of(kind, tokens, experts, top_k, device),

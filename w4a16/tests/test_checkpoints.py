@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import ModuleType
 
@@ -97,6 +98,9 @@ def test_tensors_that_nobody_takes(kernel: ModuleType, tmp_path: Path) -> None:
         load(kernel, tmp_path, torch.float16, torch.device("cpu"))
 
 
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET", "0") != "0", reason="slow, and the kernels of test_logits"
+)
 @each_checkpoint
 def test_saved_again(kernel: ModuleType, device: str, name: str, tmp_path: Path) -> None:
     """A loaded model's state, packed as it is, loads into one of the same sizes."""

@@ -270,11 +270,12 @@ def test_not_finite_stays_in_its_row(
         check(kernel, x[others], w, None, y[others])
 
 
+@pytest.mark.skipif(INTERPRETED, reason="NumPy multiplies there, and not each row alike")
 @needs_triton
 @pytest.mark.parametrize("dtype", (HALF, BFLOAT), ids=str)
 def test_rows_alone_and_in_batches(kernel: ModuleType, device: str, dtype: torch.dtype) -> None:
     """Case B41, w4a16.md 6, #13: a token has its bits in any batch of its bucket, as documented."""
-    n, k = (72, 416) if INTERPRETED else (1032, 2080)
+    n, k = 1032, 2080
     w = weight(kernel, n, k, zeros="integer", scales=dtype, device=device)
     x = torch.randn(128, k, device=device, dtype=dtype)
     for first, last in ((1, 8), (9, 16), (17, 32), (33, 64), (65, 128)):
