@@ -193,8 +193,8 @@ class Calls:
         yield (
             "cut",
             lambda: self.launch.cut(
-                _empty(torch.int64, 65), _empty(torch.int32, 400, 4), _empty(torch.int32, 1), 400, 64,
-                8, 64,
+                _empty(torch.int64, 65), _empty(torch.int32, 400, 4), _empty(torch.int32, 1),
+                400, 64, 8, 64,
             ),
         )  # fmt: skip
         for top_k in (1, 8, 32):
