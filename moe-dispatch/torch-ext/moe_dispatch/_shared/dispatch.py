@@ -13,25 +13,29 @@ def needs_operator(function: str, *tensors: Tensor | None) -> bool:
 
     It costs more than the launch itself, so plain eager inference calls the implementation. What
     has to see the operator: compilation, tracing and other modes, transforms of `torch.func`,
-    subclasses of tensors, lazily negated tensors, and gradients.
+    subclasses of tensors, lazily negated tensors, tensors without data, and gradients.
 
     Raises:
         NotImplementedError: In the name of `function`, if a tensor carries a forward-mode
             tangent, which operators drop without a word.
     """
+    if torch.compiler.is_compiling():
+        return True
+    if forward_ad._current_level >= 0:  # torch.func.jvp has a level, too
+        _refuse_tangents(function, tensors)
     if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
+        torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._is_tracing()
     ):
         return True
-    if forward_ad._current_level >= 0:
-        _refuse_tangents(function, tensors)
     grad = torch.is_grad_enabled()
     for tensor in tensors:
         if tensor is not None and (
-            type(tensor) not in _PLAIN or tensor.is_neg() or (grad and tensor.requires_grad)
+            type(tensor) not in _PLAIN
+            or tensor.is_neg()
+            or tensor.is_meta
+            or (grad and tensor.requires_grad)
         ):
             return True
     return False
