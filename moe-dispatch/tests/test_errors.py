@@ -429,6 +429,18 @@ def test_forward_mode_is_refused(
             getattr(kernel, function)(**arguments)
 
 
+def test_no_limit(kernel: ModuleType, device: str) -> None:
+    """An infinite limit clamps nothing."""
+    arguments = made(GOOD["fused_experts"], device) | {"activation": "swiglu_oai"}
+    arguments = {
+        name: torch.randn_like(value) if isinstance(value, Tensor) and value.is_floating_point()
+        else value
+        for name, value in arguments.items()
+    }  # fmt: skip
+    wanted = kernel.fused_experts(**arguments, limit=torch.finfo(FLOAT).max)
+    assert torch.equal(kernel.fused_experts(**arguments, limit=math.inf), wanted)
+
+
 def test_tensors_without_data(kernel: ModuleType) -> None:
     """On the meta device each function returns shapes and dtypes."""
     for function, given in GOOD.items():

@@ -186,7 +186,7 @@ def fused_experts(
     )
     _check_one_of(function, "activation", activation, ACTIVATIONS)
     check_finite(function, "alpha", alpha, minimum=-math.inf)
-    if limit != math.inf:
+    if type(limit) is not float or limit != math.inf:
         check_finite(function, "limit", limit, minimum=0.0)
     _check_flag(function, "interleaved", interleaved)
     if expert_map is not None:

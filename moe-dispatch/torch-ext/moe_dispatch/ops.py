@@ -801,7 +801,7 @@ def expert_ffn(
         up(x, gates, h, None, tiles, counted, top_k, most, gating, tile, device)
         tile = config.whole(config.gemm_config(False, bucket, sizes, x.device))
         tiles, counted, most = _cut(offsets, rows, experts, tile)
-        # A slot that is none would be written outside of y.
+        # A row whose slot is none would be written outside of y.
         places = slots.clamp(0, rows - 1)
         down(h, down_weight, None, y, places, tiles, counted, most, tile, device)
         launch.combine(y, None, None, router_weights, out, *combine_block(sizes.hidden))
