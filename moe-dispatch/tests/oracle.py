@@ -6,10 +6,12 @@ How experts are chosen is in `routing.py`.
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from dataclasses import dataclass
 from types import ModuleType
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +20,12 @@ from monorepo.numerics import FACTOR, FLOOR_ULP, Error, spacing, tensor_error
 
 from .routing import part
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") != "0"
+USES_TRITON = INTERPRETED or torch.cuda.is_available()
+needs_triton = pytest.mark.skipif(not USES_TRITON, reason="calls the Triton kernels themselves")
+#: The interpreter takes milliseconds a program: little of everything that makes a difference.
+SIZES = {"hidden": 24, "inner": 16} if INTERPRETED else {"hidden": 96, "inner": 40}
+FEW, MORE, MANY = (3, 6, 20) if INTERPRETED else (9, 17, 40)
 ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")
 #: How gates and ups share a weight, and whether weights are dense along n: see `problem`.
 LAYOUTS = ("fused", "interleaved", "transposed", "interleaved transposed")
@@ -103,6 +111,17 @@ def choices(tokens: int, experts: int, top_k: int, device: str) -> Tensor:
     """Return random experts, each at most once a token as long as there are enough."""
     order = torch.rand(tokens, -(-top_k // experts) * experts, device=device).argsort(-1)
     return order[:, :top_k] % experts
+
+
+def some_skipped(p: Problem) -> Problem:
+    """Return a problem 30 % of whose slots, and all of whose third token, have no expert."""
+    ids = p.ids.clone()
+    bad = torch.rand(ids.shape, device=ids.device) < 0.3
+    bad[2:3] = True
+    bad[0, 0] = False
+    kinds = torch.tensor([-1, p.down.shape[0], -7, 2**31 - 1, -(2**31)], device=ids.device)
+    ids[bad] = kinds[torch.arange(int(bad.sum()), device=ids.device) % len(kinds)]
+    return p.but(ids=ids)
 
 
 def local(ids: Tensor, experts: int, expert_map: Tensor | None) -> Tensor:

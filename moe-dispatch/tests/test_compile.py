@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import ModuleType
 
 import pytest
@@ -12,10 +11,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .oracle import LAYOUTS, Problem, check, problem
+from .oracle import INTERPRETED, LAYOUTS, Problem, check, problem
 from .routing import part
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") != "0"
 not_interpreted = pytest.mark.skipif(INTERPRETED, reason="slow, and nothing new to the kernel")
 HALF, FLOAT = torch.float16, torch.float32
 HIDDEN, INNER, EXPERTS, TOP_K = 24, 16, 5, 2

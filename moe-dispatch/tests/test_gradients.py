@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from types import ModuleType
 
@@ -12,12 +11,20 @@ from torch import Tensor
 
 from monorepo.numerics import tensor_error
 
-from .oracle import ACTIVATIONS, LAYOUTS, Problem, check_error, formula, memory, problem
+from .oracle import (
+    ACTIVATIONS,
+    INTERPRETED,
+    LAYOUTS,
+    Problem,
+    check_error,
+    formula,
+    memory,
+    problem,
+)
 from .routing import part, weigh
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 DTYPES = (HALF, BFLOAT, FLOAT)
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") != "0"
 not_interpreted = pytest.mark.skipif(INTERPRETED, reason="the backward pass is plain PyTorch")
 NAMES = ("x", "gate_up", "down", "weights", "gate_up_bias", "down_bias")
 

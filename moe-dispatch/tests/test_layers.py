@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from types import ModuleType
 
 import pytest
@@ -21,6 +20,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from monorepo.numerics import check_elements, check_tensor
 
 from .models import gradients_of, in_float64, logits, mlps, prompt, small_model
+from .oracle import INTERPRETED
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MODES = (
@@ -118,9 +118,7 @@ def test_gradients_of_both_results(device: str) -> None:
         check_tensor(got, reference, peer)
 
 
-@pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET", "0") != "0", reason="slow, and the kernels of test_logits"
-)
+@pytest.mark.skipif(INTERPRETED, reason="slow, and the kernels of test_logits")
 @pytest.mark.parametrize("train", (False, True), ids=("inference", "training"))
 def test_compiled(device: str, train: bool) -> None:
     """One graph, the same bits, and tokens of another number without an error."""

@@ -5,7 +5,6 @@ Cases B43, B53, B55, class 10.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from types import ModuleType
 
@@ -13,12 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from .oracle import Allocations, Problem, check, check_call, force, guarded, memory, problem
+from .oracle import (
+    INTERPRETED,
+    USES_TRITON,
+    Allocations,
+    Problem,
+    check,
+    check_call,
+    force,
+    guarded,
+    memory,
+    problem,
+)
 from .routing import part
 
 HALF, FLOAT = torch.float16, torch.float32
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") != "0"
-USES_TRITON = INTERPRETED or torch.cuda.is_available()
 needs_triton = pytest.mark.skipif(not USES_TRITON, reason="the reference reads any layout")
 HIDDEN, INNER = (24, 16) if INTERPRETED else (96, 40)
 MORE = 6 if INTERPRETED else 17

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -26,13 +25,12 @@ from .models import (
     routers,
     small_model,
 )
+from .oracle import INTERPRETED
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 IDS, WEIGHTS = torch.tensor([[0, 1]]), torch.tensor([[0.75, 0.25]])
 
-not_interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET", "0") != "0", reason="slow, and the kernels of test_logits"
-)
+not_interpreted = pytest.mark.skipif(INTERPRETED, reason="slow, and the kernels of test_logits")
 each_model = pytest.mark.parametrize("name", MODELS)
 
 

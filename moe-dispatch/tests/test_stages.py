@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from types import ModuleType
 
@@ -14,11 +13,11 @@ from torch import Tensor
 
 from monorepo.numerics import check_tensor
 
+from .oracle import INTERPRETED
 from .routing import part
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 NAN = math.nan
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") != "0"
 
 
 def ids_of(kind: str, tokens: int, experts: int, top_k: int, device: str) -> Tensor:

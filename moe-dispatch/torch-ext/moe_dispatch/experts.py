@@ -62,10 +62,10 @@ def experts_forward(
 def _activation(module: Any) -> tuple[str, float, float]:
     """Return the activation of a model's experts, and its alpha and limit."""
     # By names: torch.compile follows them, and transformers need not be there to be imported.
-    gate = type(module)._apply_gate
-    if gate.__qualname__ == "GptOssExperts._apply_gate":
+    owner = next(base for base in type(module).__mro__ if "_apply_gate" in base.__dict__)
+    if owner.__name__ == "GptOssExperts":
         return "swiglu_oai", module.alpha, module.limit
-    if gate.__name__ == "_default_apply_gate":
+    if owner._apply_gate.__name__ == "_default_apply_gate":
         function = module.act_fn
         if isinstance(function, torch.nn.GELU) and function.approximate == "tanh":
             return "gelu_tanh", 1.702, 7.0

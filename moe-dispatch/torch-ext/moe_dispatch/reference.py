@@ -154,7 +154,9 @@ def activate_backward(
 
 
 def each_expert(ids: Tensor, experts: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield every expert that has slots, and those slots in order."""
+    """Yield every expert that has slots, and those slots in order; none on the meta device."""
+    if ids.is_meta:
+        return
     flat = ids.reshape(-1)
     order = flat.argsort(stable=True)
     counts = (flat + 1).bincount(minlength=experts + 1).tolist()

@@ -13,7 +13,7 @@ def needs_operator(function: str, *tensors: Tensor | None) -> bool:
 
     It costs more than the launch itself, so plain eager inference calls the implementation. What
     has to see the operator: compilation, tracing and other modes, transforms of `torch.func`,
-    subclasses of tensors, lazily negated tensors, tensors without data, and gradients.
+    subclasses of tensors, lazily negated tensors, and gradients.
 
     Raises:
         NotImplementedError: In the name of `function`, if a tensor carries a forward-mode
@@ -32,10 +32,7 @@ def needs_operator(function: str, *tensors: Tensor | None) -> bool:
     grad = torch.is_grad_enabled()
     for tensor in tensors:
         if tensor is not None and (
-            type(tensor) not in _PLAIN
-            or tensor.is_neg()
-            or tensor.is_meta
-            or (grad and tensor.requires_grad)
+            type(tensor) not in _PLAIN or tensor.is_neg() or (grad and tensor.requires_grad)
         ):
             return True
     return False
