@@ -217,7 +217,7 @@ def _router(kernel, model, x: Tensor, router: Tensor) -> Callable[[], object]:
         rounded = x.new_empty(tokens, model.top_k)
         tables = ops._tables(x, tokens * model.top_k, model.experts, plan)
         lists = (None, None) if decodes else (tables.slots, tables.counts)
-        ops._score(x, router, None, routing, plan.block, ids, mix, rounded, *lists, sizes)
+        ops.score(x, router, None, routing, plan.block, ids, mix, rounded, *lists, sizes)
         if not decodes:
             ops._index(tables, model.experts, model.top_k, plan)
         return ids, mix, rounded, tables

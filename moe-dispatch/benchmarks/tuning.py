@@ -150,7 +150,7 @@ class Layer:
     def parts(self, i: int):
         """Return the weights of copy i as the operators take them."""
         gate_up, down, gate_up_bias, down_bias = self.weights[i]
-        return self.kernel.ops.Weights(gate_up, None, down, gate_up_bias, down_bias)
+        return self.kernel.ops.layouts.Weights(gate_up, None, down, gate_up_bias, down_bias)
 
     def order(self, tile):
         """Return the tables of tiles of one height."""
@@ -202,7 +202,7 @@ def _prepare_up(kernel, model, tokens: int):
         def run(i: int, tile) -> list[Tensor]:
             tables, most = layer.order(tile)
             ops.up(
-                layer.x, ops._gates(layer.parts(i), model.transposed), h[i], tables.places,
+                layer.x, ops.layouts.gates(layer.parts(i), model.transposed), h[i], tables.places,
                 tables.up_tiles, tables.counted, top_k, most, layer.gating, tile, device,
             )  # fmt: skip
             return [h[i]]
@@ -261,7 +261,7 @@ def _prepare_decode(kernel, model, gates: bool):
 
         def run(i: int, config) -> list[Tensor]:
             parts = layer.parts(i)
-            found = ops._gates(parts, False)
+            found = ops.layouts.gates(parts, False)
             if gates:
                 launch.decode_up(
                     layer.x, found.gate, found.up, h[i], None, None, layer.ids, None,

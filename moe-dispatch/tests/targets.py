@@ -51,6 +51,7 @@ class Calls:
     def __init__(self, kernel: ModuleType, shared_memory: int) -> None:
         self.config = importlib.import_module(f"{kernel.__name__}.config")
         self.launch = importlib.import_module(f"{kernel.__name__}.launch")
+        self.layouts = importlib.import_module(f"{kernel.__name__}.layouts")
         self.ops = importlib.import_module(f"{kernel.__name__}.ops")
         device = importlib.import_module(f"{kernel.__name__}._shared.device")
         self.arch = device.target_arch()
@@ -93,12 +94,12 @@ class Calls:
     ) -> Launch:  # fmt: skip
         both = _weight(dtype, 2 * inner, HIDDEN, columns)
         biases = _empty(dtype, EXPERTS, 2 * inner) if bias else None
-        weights = self.ops.Weights(both, None, _weight(dtype, HIDDEN, inner, False), biases)
+        weights = self.layouts.Weights(both, None, _weight(dtype, HIDDEN, inner, False), biases)
         text = ("up", dtype, tile, columns, pairs, bias, inner)
 
         def launch() -> None:
             self.ops.up(
-                _empty(dtype, 100, HIDDEN), self.ops._gates(weights, pairs),
+                _empty(dtype, 100, HIDDEN), self.layouts.gates(weights, pairs),
                 _empty(dtype, 400, inner), _empty(torch.int32, 400),
                 _empty(torch.int32, 400, 4), _empty(torch.int32, 2), TOP_K, 400,
                 self.ops.Gating("swiglu_oai" if bias else "silu", 1.702, 7.0, pairs), tile,
@@ -216,7 +217,7 @@ class Calls:
             both = _weight(dtype, 2 * inner, HIDDEN, False)
             down = _weight(dtype, HIDDEN, inner, False)
             biases = _empty(dtype, EXPERTS, 2 * inner) if pairs else None
-            gates = self.ops._gates(self.ops.Weights(both, None, down, biases), pairs)
+            gates = self.layouts.gates(self.layouts.Weights(both, None, down, biases), pairs)
             config = self.config.decode_heuristic(dtype.itemsize)
             ids, x = _empty(torch.int64, 1, TOP_K), _empty(dtype, 1, HIDDEN)
             h = _empty(dtype, TOP_K, inner)

@@ -55,10 +55,13 @@ class Call:
 def calls(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
     """Launches that are noted instead of made, as on an H200 that is not there, tables and all."""
     made: list[Call] = []
-    launch, config, ops = (part(kernel, name) for name in ("launch", "config", "ops"))
+    launch, config, ops, stage_ops = (
+        part(kernel, name) for name in ("launch", "config", "ops", "stage_ops")
+    )
     monkeypatch.setattr(launch, "launch", lambda *given: made.append(Call(*given)))
     monkeypatch.setattr(launch, "on_nvidia", lambda: True)
-    monkeypatch.setattr(ops, "uses_triton", lambda _: True)
+    for each in (ops, stage_ops):
+        monkeypatch.setattr(each, "uses_triton", lambda _: True)
     monkeypatch.setattr(config, "of_device", lambda _: config.Device(132, 227 << 10, 90))
     monkeypatch.setattr(config, "device_name", lambda _: "NVIDIA_H200")
     cached = (config.gemm_config, config.score_config, config.decode_config, ops._plan)

@@ -168,9 +168,9 @@ def test_weights_that_are_not_copied(kernel: ModuleType, device: str, layout: st
     ops = part(kernel, "ops")
     p = problem(1, hidden=HIDDEN, inner=INNER, device=device)
     gate_up, down = laid_out(layout, p.gate_up), laid_out(layout, p.down)
-    assert ops._dense(down)[0] is down
+    assert ops.layouts.dense(down)[0] is down
     for interleaved in (False, True):
-        gates = ops._gates(ops.Weights(gate_up, None, down), interleaved)
+        gates = ops.layouts.gates(ops.layouts.Weights(gate_up, None, down), interleaved)
         for each in (gates.gate, gates.up):
             assert each is None or each.untyped_storage().data_ptr() == \
                 gate_up.untyped_storage().data_ptr()  # fmt: skip

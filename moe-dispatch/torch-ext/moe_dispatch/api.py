@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import ops, reference
+from . import layouts, ops, reference
 from ._shared.checks import check_finite, check_float_tensor, describe
 from ._shared.dispatch import needs_operator
 
@@ -163,7 +163,7 @@ def fused_experts(
             f"{function}: hidden_states must be [..., hidden] with hidden of 1 at least, "
             f"got {describe(hidden_states)}"
         )
-    weights = ops.Weights(gate_up_proj, None, down_proj, gate_up_bias, down_bias)
+    weights = layouts.Weights(gate_up_proj, None, down_proj, gate_up_bias, down_bias)
     check_weights(function, hidden_states, weights, ("gate_up_proj", "", "down_proj"))
     if not isinstance(top_k_index, Tensor) or top_k_index.dtype not in (torch.int32, torch.int64):
         raise TypeError(
@@ -246,7 +246,7 @@ def fused_moe_forward(
     """
     function = "fused_moe_forward"
     check_router(function, hidden_states, router_weight, num_experts, top_k, gating)
-    weights = ops.Weights(w_gate, w_up, w_down)
+    weights = layouts.Weights(w_gate, w_up, w_down)
     check_weights(function, hidden_states, weights, ("w_gate", "w_up", "w_down"))
     if w_down.shape[0] != num_experts:
         raise ValueError(
@@ -261,7 +261,7 @@ def fused_moe_forward(
 
 
 def moe(
-    function: str, x: Tensor, router: Tensor, router_bias: Tensor | None, weights: ops.Weights,
+    function: str, x: Tensor, router: Tensor, router_bias: Tensor | None, weights: layouts.Weights,
     routing: ops.Routing, gating: ops.Gating,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Run a whole layer on x [tokens, hidden], by the path that serves the call."""
@@ -295,7 +295,7 @@ def check_router(
 
 
 def check_weights(
-    function: str, x: Tensor, weights: ops.Weights, names: tuple[str, str, str]
+    function: str, x: Tensor, weights: layouts.Weights, names: tuple[str, str, str]
 ) -> None:
     """Raise unless the weights go with x [..., hidden]; `names` are those of the arguments."""
     hidden = x.shape[-1]

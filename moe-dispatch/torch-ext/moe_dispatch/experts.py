@@ -62,7 +62,7 @@ def experts_forward(
 def _activation(module: Any) -> tuple[str, float, float]:
     """Return the activation of a model's experts, and its alpha and limit."""
     # By names: torch.compile follows them, and transformers need not be there to be imported.
-    owner = next(base for base in type(module).__mro__ if "_apply_gate" in base.__dict__)
+    owner: Any = next(base for base in type(module).__mro__ if "_apply_gate" in base.__dict__)
     if owner.__name__ == "GptOssExperts":
         return "swiglu_oai", module.alpha, module.limit
     if owner._apply_gate.__name__ == "_default_apply_gate":

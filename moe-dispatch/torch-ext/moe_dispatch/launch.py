@@ -1,7 +1,7 @@
 """Grids and arguments of the Triton kernels. Allocates nothing, decides nothing.
 
-A `layout` is one of `_kernels`: "rows", "columns", "row boxes" or "column boxes"; configurations
-have the fields of the classes in `config`.
+A `layout` is one of `_kernels.experts`: "rows", "columns", "row boxes" or "column boxes";
+configurations have the fields of the classes in `config`.
 """
 
 import torch

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import ops
+from . import layouts, ops
 from ._shared.checks import check_float_tensor
 from .api import check_beside, check_choices, check_weights, fused_experts, moe
 
@@ -31,7 +31,7 @@ class MegaBlocksMoeMLP(nn.Module):
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         router: Any = self.router
         experts: Any = self.experts
-        weights = ops.Weights(
+        weights = layouts.Weights(
             experts.gate_up_proj.mT, None, experts.down_proj.mT, experts.gate_up_proj_bias,
             experts.down_proj_bias,
         )  # fmt: skip

@@ -1,16 +1,16 @@
 """The operators: registered for autograd and torch.compile, called directly where neither is on."""
 
 import functools
-import itertools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import config, reference
+from . import config, layouts, reference
 from ._ops import add_op_namespace_prefix
 from ._shared import arrivals
 from ._shared.device import device_guard, has_triton, uses_triton
+from .layouts import Weights
 
 if has_triton():
     from . import launch
@@ -34,24 +34,6 @@ class Gating(NamedTuple):
     alpha: float
     limit: float
     interleaved: bool
-
-
-class Weights(NamedTuple):
-    """The experts' weights and biases.
-
-    Attributes:
-        gate_up: `[experts, 2 * inner, hidden]`, or the gates `[experts, inner, hidden]`.
-        up: `[experts, inner, hidden]` where it is not part of `gate_up`.
-        down: `[experts, hidden, inner]`.
-        gate_up_bias: `[experts, 2 * inner]` or None.
-        down_bias: `[experts, hidden]` or None.
-    """
-
-    gate_up: Tensor
-    up: Tensor | None
-    down: Tensor
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
 
 
 # ---------------------------------------------------------------------------------------- routing
@@ -215,85 +197,9 @@ def _count(
     )
 
 
-# ----------------------------------------------------------------------------------------- layouts
-def _layout(weight: Tensor) -> str | None:
-    """Return along which dimension a weight [experts, n, k] is dense, or None."""
-    if weight.stride(2) == 1 or weight.shape[2] == 1:
-        return "rows"
-    if weight.stride(1) == 1 or weight.shape[1] == 1:
-        return "columns"
-    return None
-
-
-def _aligned(tensor: Tensor, *strides: int) -> bool:
-    """Return whether what TMA reads begins at multiples of 16 bytes, and can have such strides."""
-    size = tensor.element_size()
-    return tensor.data_ptr() % 16 == 0 and all(
-        0 < stride < 2**38 and stride * size % 16 == 0 for stride in strides
-    )
-
-
-def _weight_aligned(weight: Tensor, layout: str) -> bool:
-    """Return whether a weight [experts, n, k] is aligned, and truly dense in its layout."""
-    across, along = (1, 2) if layout == "rows" else (2, 1)
-    strides = weight.stride(0), weight.stride(across)
-    return weight.stride(along) == 1 and _aligned(weight, *strides)
-
-
-class _Gates(NamedTuple):
-    """Gate and up as the kernels take them.
-
-    Attributes:
-        gate: `[experts, inner, hidden]`, or both for "pairs".
-        up: `[experts, inner, hidden]`, None for "pairs".
-        gate_bias: `[experts, inner]` or None.
-        up_bias: `[experts, inner]` or None.
-        layout: "rows" or "columns".
-        aligned: Whether all is aligned to 16 bytes.
-        halves: Whether one box can hold rows of both.
-    """
-
-    gate: Tensor
-    up: Tensor | None
-    gate_bias: Tensor | None
-    up_bias: Tensor | None
-    layout: str
-    aligned: bool
-    halves: bool
-
-
-def _gates(weights: Weights, interleaved: bool) -> _Gates:
-    biases: tuple[Tensor | None, Tensor | None] = None, None
-    if weights.gate_up_bias is not None:
-        biases = reference.halves(weights.gate_up_bias, interleaved)
-    gate, up = weights.gate_up, weights.up
-    layout = _layout(gate)
-    if up is not None and (layout != _layout(up) or gate.stride() != up.stride()):
-        gate, up, layout = gate.contiguous(), up.contiguous(), "rows"
-    elif layout is None:
-        gate, layout = gate.contiguous(), "rows"
-        up = None if up is None else up.contiguous()
-    if up is None and interleaved:
-        return _Gates(gate, None, *biases, layout, _weight_aligned(gate, layout), False)
-    if up is None:
-        gate, up = reference.halves(gate, False)
-    aligned = _weight_aligned(gate, layout) and _aligned(up)
-    apart = abs(up.data_ptr() - gate.data_ptr())
-    return _Gates(gate, up, *biases, layout, aligned, layout == "rows" and 0 < apart < 2**39)
-
-
-def _dense(weight: Tensor) -> tuple[Tensor, str]:
-    layout = _layout(weight)
-    return (weight.contiguous(), "rows") if layout is None else (weight, layout)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """Return x [n, k] with rows that are dense, copied if need be."""
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
-
-
 # ----------------------------------------------------------------------------------------- experts
-def _sizes(x: Tensor, weights: Weights, top_k: int) -> config.Sizes:
+def sizes_of(x: Tensor, weights: Weights, top_k: int) -> config.Sizes:
+    """Return what a configuration depends on."""
     experts, hidden, inner = weights.down.shape
     return config.Sizes(experts, top_k, hidden, inner, x.element_size())
 
@@ -301,8 +207,8 @@ def _sizes(x: Tensor, weights: Weights, top_k: int) -> config.Sizes:
 def _decodes(tokens: int, sizes: config.Sizes, weights: Weights) -> bool:
     """Return whether slots are served one by one, which needs weights that are dense in rows."""
     return config.decodes(tokens, sizes) and "columns" not in (
-        _layout(weights.gate_up),
-        _layout(weights.down),
+        layouts.layout_of(weights.gate_up),
+        layouts.layout_of(weights.down),
     )
 
 
@@ -311,8 +217,8 @@ def _decode(
     gating: Gating, sizes: config.Sizes, out: Tensor,
 ) -> None:  # fmt: skip
     """Serve each slot by itself: two launches, no order."""
-    gates = _gates(weights, gating.interleaved)
-    down, _ = _dense(weights.down)
+    gates = layouts.gates(weights, gating.interleaved)
+    down, _ = layouts.dense(weights.down)
     bucket = config.bucket(x.shape[0])
     given = sizes.experts if expert_map is None else expert_map.numel()
     h = x.new_empty(ids.numel(), sizes.inner)
@@ -328,13 +234,14 @@ def _decode(
 
 
 def up(
-    x: Tensor, gates: _Gates, h: Tensor, places: Tensor | None, tiles: Tensor, counted: Tensor,
-    top_k: int, most: int, gating: Gating, tile: config.GemmConfig, device: config.Device,
+    x: Tensor, gates: layouts.Gates, h: Tensor, places: Tensor | None, tiles: Tensor,
+    counted: Tensor, top_k: int, most: int, gating: Gating, tile: config.GemmConfig,
+    device: config.Device,
 ) -> None:  # fmt: skip
     """Launch gate and up with a tile, or what of it the operands allow."""
     layout = gates.layout
     if x.element_size() == 2:
-        aligned = gates.aligned and _aligned(x, *([x.stride(0)] if x.shape[0] > 1 else []))
+        aligned = gates.aligned and layouts.aligned(x, *([x.stride(0)] if x.shape[0] > 1 else []))
         if aligned and tile.boxes and device.boxes:
             layout = layout[:-1] + " boxes"
         elif not aligned or layout == "columns":
@@ -355,9 +262,9 @@ def down(
     tiles: Tensor, counted: Tensor, most: int, tile: config.GemmConfig, device: config.Device,
 ) -> None:  # fmt: skip
     """Launch down with a tile, or what of it the operands allow."""
-    weight, layout = _dense(weight)
+    weight, layout = layouts.dense(weight)
     if h.element_size() == 2:
-        aligned = _weight_aligned(weight, layout) and _aligned(h, h.stride(0))
+        aligned = layouts.weight_aligned(weight, layout) and layouts.aligned(h, h.stride(0))
         if aligned and tile.boxes and device.boxes:
             layout = layout[:-1] + " boxes"
         elif not aligned or layout == "columns":
@@ -375,8 +282,8 @@ def _grouped(
     _index(tables, sizes.experts, top_k, plan)
     h = x.new_empty(tables.slots.numel(), sizes.inner)
     up(
-        x, _gates(weights, gating.interleaved), h, tables.places, tables.up_tiles, tables.counted,
-        top_k, plan.up_most, gating, plan.up, device,
+        x, layouts.gates(weights, gating.interleaved), h, tables.places, tables.up_tiles,
+        tables.counted, top_k, plan.up_most, gating, plan.up, device,
     )  # fmt: skip
     y = x.new_empty(tables.slots.numel(), sizes.hidden)
     one = plan.up.heights == plan.down.heights
@@ -401,13 +308,13 @@ def run(
 ) -> Tensor:  # fmt: skip
     """Return the weighted sum of the experts that ids [tokens, top_k] name, on any device."""
     tokens, top_k = ids.shape
-    sizes = _sizes(x, weights, top_k)
+    sizes = sizes_of(x, weights, top_k)
     out = x.new_empty(tokens, sizes.hidden)
     if not tokens:
         return out
     if not uses_triton(x):
-        return _reference(x, weights, ids, router, expert_map, gating)
-    x = _rows(x)
+        return by_reference(x, weights, ids, router, expert_map, gating)
+    x = layouts.rows(x)
     with device_guard(x):
         if _decodes(tokens, sizes, weights):
             _decode(x, weights, ids, expert_map, router, gating, sizes, out)
@@ -432,10 +339,11 @@ def _parts(weights: Weights, gating: Gating):
     return (gate, up, weights.down), (*biases, weights.down_bias)
 
 
-def _reference(
+def by_reference(
     x: Tensor, weights: Weights, ids: Tensor, router: Tensor, expert_map: Tensor | None,
     gating: Gating,
 ) -> Tensor:  # fmt: skip
+    """Return what `run` does, in PyTorch."""
     parts, biases = _parts(weights, gating)
     ids = reference.local_ids(ids, expert_map, weights.down.shape[0])
     return reference.experts(x, *parts, ids, router, *biases, *gating[:3])
@@ -558,7 +466,7 @@ experts.register_autograd(_experts_gradient, setup_context=_experts_setup)
 
 
 # ----------------------------------------------------------------------------------- router and all
-def _score(
+def score(
     x: Tensor, router: Tensor, router_bias: Tensor | None, routing: Routing, block: int,
     ids: Tensor, weights: Tensor, rounded: Tensor | None, slots: Tensor | None,
     counts: Tensor | None, sizes: config.Sizes,
@@ -576,7 +484,7 @@ def score_with(
     ids: Tensor, weights: Tensor, rounded: Tensor | None, slots: Tensor | None,
     counts: Tensor | None, tile: config.ScoreConfig,
 ) -> Tensor:  # fmt: skip
-    """Do what `_score` does, with a tile of the router's product."""
+    """Do what `score` does, with a tile of the router's product."""
     tokens, hidden = x.shape
     experts = router.shape[0]
     steps = -(-hidden // tile.block_k)
@@ -594,7 +502,7 @@ def score_with(
     if router_bias is not None:
         router_bias = router_bias.contiguous()
     launch.score(
-        x, _rows(router), router_bias, logits, parts,
+        x, layouts.rows(router), router_bias, logits, parts,
         arrivals.counters(x.device, blocks * slabs + blocks), None, ids, weights, rounded, slots,
         counts, numbers, constants, block, splits, span, tile,
     )  # fmt: skip
@@ -610,7 +518,7 @@ def moe(
     Five launches in all, three for a few tokens.
     """
     tokens, top_k = x.shape[0], routing.top_k
-    sizes = _sizes(x, weights, top_k)
+    sizes = sizes_of(x, weights, top_k)
     out = x.new_empty(tokens, sizes.hidden)
     ids = x.new_empty(tokens, top_k, dtype=torch.int64)
     mix = x.new_empty(tokens, top_k, dtype=torch.float32)
@@ -620,20 +528,20 @@ def moe(
     if not uses_triton(x):
         logits = reference.linear(x, router, router_bias)
         ids, mix = reference.route(logits, *routing[:3], None, *routing[3:])
-        return _reference(x, weights, ids, mix, None, gating), ids, mix.to(x.dtype)
-    x = _rows(x)
+        return by_reference(x, weights, ids, mix, None, gating), ids, mix.to(x.dtype)
+    x = layouts.rows(x)
     other = None if rounded is mix else rounded
     with device_guard(x):
         if _decodes(tokens, sizes, weights):
             block = config.block_tokens(config.bucket(tokens), top_k)
-            _score(x, router, router_bias, routing, block, ids, mix, other, None, None, sizes)
+            score(x, router, router_bias, routing, block, ids, mix, other, None, None, sizes)
             _decode(x, weights, ids, None, mix, gating, sizes, out)
             return out, ids, rounded
         for first in range(0, tokens, config.MOST_TOKENS):
             part = slice(first, min(first + config.MOST_TOKENS, tokens))
             plan = _plan(part.stop - first, sizes, x.device)
             tables = _tables(x, (part.stop - first) * top_k, sizes.experts, plan)
-            _score(
+            score(
                 x[part], router, router_bias, routing, plan.block, ids[part], mix[part],
                 None if other is None else other[part], tables.slots, tables.counts, sizes,
             )  # fmt: skip
@@ -676,170 +584,3 @@ def _(x, router, router_bias, gate_up, up, down, gate_up_bias, down_bias, top_k,
         x.new_empty(shape, dtype=torch.int64),
         x.new_empty(shape),
     )
-
-
-# ------------------------------------------------------------------------ stages of the predecessor
-def router(
-    x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the chosen experts, their weights and the logits, both in float32, on any device."""
-    tokens, top_k = x.shape[0], routing.top_k
-    if not uses_triton(x) or not tokens:
-        logits = reference.linear(x, weight, bias)
-        return (*reference.route(logits, *routing[:3], None, *routing[3:]), logits)
-    sizes = config.Sizes(weight.shape[0], top_k, x.shape[1], 0, x.element_size())
-    ids = x.new_empty(tokens, top_k, dtype=torch.int64)
-    mix = x.new_empty(tokens, top_k, dtype=torch.float32)
-    x = _rows(x)
-    found = []
-    with device_guard(x):
-        for first in range(0, tokens, config.MOST_TOKENS):
-            part = slice(first, min(first + config.MOST_TOKENS, tokens))
-            bucket = config.bucket(part.stop - first)
-            block = config.block_tokens(bucket, top_k)
-            found.append(
-                _score(
-                    x[part],
-                    weight,
-                    bias,
-                    routing,
-                    block,
-                    ids[part],
-                    mix[part],
-                    None,
-                    None,
-                    None,
-                    sizes,
-                )  # fmt: skip
-            )
-    return ids, mix, found[0] if len(found) == 1 else torch.cat(found)
-
-
-def unpermute(y: Tensor, weights: Tensor, places: Tensor) -> Tensor:
-    """Return the sum of each token's rows of y, whose places are given by slot."""
-    tokens, top_k = weights.shape
-    if not uses_triton(y) or not tokens or not y.shape[1]:
-        y = y[places].view(tokens, top_k, y.shape[1])
-        return reference.combine(y, torch.zeros_like(weights), weights).to(y.dtype)
-    out = y.new_empty(tokens, y.shape[1])
-    with device_guard(y):
-        launch.combine(
-            y.contiguous(), None, places.contiguous(), weights, out, *combine_block(y.shape[1])
-        )
-    return out
-
-
-def _cut(
-    offsets: Tensor, rows: int, experts: int, tile: config.GemmConfig
-) -> tuple[Tensor, Tensor, int]:
-    """Return tiles of rows in order, how many there are, and how many there may be."""
-    most = config.most_tiles(rows, experts, tile.tokens)
-    tables = offsets.new_empty(4 * most + 4, dtype=torch.int32)
-    tiles, counted = tables[4:], tables[:4]
-    # Each program cuts every so-manieth tile of all experts.
-    programs = min(64, most)
-    launch.cut(
-        offsets.contiguous(), tiles, counted, rows, tile.tokens, programs,
-        config.power_of_two(max(experts, 16)),
-    )  # fmt: skip
-    return tiles, counted, most
-
-
-def grouped_gemm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """Return the product of rows in order with their expert's weight, on any device."""
-    rows, experts = x.shape[0], weights.shape[0]
-    y = x.new_zeros(rows, weights.shape[1])
-    if not rows:
-        return y
-    if not uses_triton(x):
-        if x.is_meta:  # offsets have no values
-            return y
-        bounds = reference.bounds(offsets, rows).tolist()
-        for expert, (first, last) in enumerate(itertools.pairwise(bounds)):
-            y[first:last] = reference.linear(x[first:last], weights[expert], None).to(x.dtype)
-        return y
-    sizes = config.Sizes(experts, 1, weights.shape[1], x.shape[1], x.element_size())
-    with device_guard(x):
-        tile = config.whole(config.gemm_config(False, config.bucket(rows), sizes, x.device))
-        tiles, counted, most = _cut(offsets, rows, experts, tile)
-        device = config.of_device(x.device)
-        down(_rows(x), weights, None, y, None, tiles, counted, most, tile, device)
-    return y
-
-
-@torch.library.custom_op(add_op_namespace_prefix("grouped_gemm"), mutates_args=())
-def grouped_gemm_operator(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """Return the product of rows in order with their expert's weight."""
-    return grouped_gemm(x, weights, offsets)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("grouped_gemm"))
-def _(x, weights, offsets):
-    return x.new_empty(x.shape[0], weights.shape[1])
-
-
-def expert_ffn(
-    x: Tensor, gate: Tensor, up_weight: Tensor, down_weight: Tensor, offsets: Tensor,
-    router_weights: Tensor, slots: Tensor,
-) -> Tensor:  # fmt: skip
-    """Return the weighted sum of rows in order after their experts; `slots` are the rows' own."""
-    tokens, top_k = router_weights.shape
-    weights = Weights(gate, up_weight, down_weight)
-    sizes = _sizes(x, weights, top_k)
-    gating = Gating("silu", 1.702, 7.0, False)
-    if not uses_triton(x) or not tokens:
-        return _ffn_reference(x, weights, offsets, router_weights, slots, gating)
-    rows, experts = x.shape[0], sizes.experts
-    y = x.new_zeros(rows, sizes.hidden)
-    out = x.new_empty(tokens, sizes.hidden)
-    x = _rows(x)
-    with device_guard(x):
-        device = config.of_device(x.device)
-        bucket = config.bucket(tokens)
-        tile = config.whole(config.gemm_config(True, bucket, sizes, x.device))
-        tiles, counted, most = _cut(offsets, rows, experts, tile)
-        h = x.new_empty(rows, sizes.inner)
-        gates = _gates(weights, False)
-        up(x, gates, h, None, tiles, counted, top_k, most, gating, tile, device)
-        tile = config.whole(config.gemm_config(False, bucket, sizes, x.device))
-        tiles, counted, most = _cut(offsets, rows, experts, tile)
-        # A row whose slot is none would be written outside of y.
-        places = slots.clamp(0, rows - 1)
-        down(h, down_weight, None, y, places, tiles, counted, most, tile, device)
-        launch.combine(y, None, None, router_weights, out, *combine_block(sizes.hidden))
-    return out
-
-
-def _ffn_reference(
-    x: Tensor, weights: Weights, offsets: Tensor, router_weights: Tensor, slots: Tensor,
-    gating: Gating,
-) -> Tensor:  # fmt: skip
-    tokens, top_k = router_weights.shape
-    row = torch.arange(x.shape[0], device=x.device)
-    bounds = reference.bounds(offsets, x.shape[0])
-    expert = torch.searchsorted(bounds, row, right=True) - 1
-    expert = torch.where(expert < weights.down.shape[0], expert, -1)
-    one = torch.ones_like(row, dtype=torch.float32).unsqueeze(1)
-    y = torch.empty_like(x)
-    y[slots] = _reference(x, weights, expert.unsqueeze(1), one, None, gating)
-    y = y.view(tokens, top_k, x.shape[1])
-    return reference.combine(y, torch.zeros_like(router_weights), router_weights).to(x.dtype)
-
-
-@torch.library.custom_op(add_op_namespace_prefix("expert_ffn"), mutates_args=())
-def expert_ffn_operator(
-    x: Tensor,
-    gate: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
-    offsets: Tensor,
-    router_weights: Tensor,
-    slots: Tensor,
-) -> Tensor:
-    """Return the weighted sum of rows in order after their experts."""
-    return expert_ffn(x, gate, up_weight, down_weight, offsets, router_weights, slots)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("expert_ffn"))
-def _(x, gate, up_weight, down_weight, offsets, router_weights, slots):
-    return x.new_empty(router_weights.shape[0], down_weight.shape[1])

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import ops, reference
+from . import layouts, ops, reference, stage_ops
 from ._shared.checks import check_float_tensor, describe
 from ._shared.dispatch import needs_operator
 from .api import (
@@ -55,7 +55,7 @@ def moe_router(
         logits = reference.linear(hidden_states, router_weight, router_bias)
         ids, weights = ops.route(logits, None, *routing)
     else:
-        ids, weights, logits = ops.router(hidden_states, router_weight, router_bias, routing)
+        ids, weights, logits = stage_ops.router(hidden_states, router_weight, router_bias, routing)
     return ids, weights.to(hidden_states.dtype), logits.to(hidden_states.dtype)
 
 
@@ -172,7 +172,7 @@ def unpermute_tokens(
         y = expert_outputs[restore_idx].view(num_tokens, top_k, expert_outputs.shape[1])
         total = (y.float() * top_k_weights.float().unsqueeze(-1)).sum(1)
         return total.to(expert_outputs.dtype)
-    return ops.unpermute(expert_outputs, top_k_weights, restore_idx)
+    return stage_ops.unpermute(expert_outputs, top_k_weights, restore_idx)
 
 
 def grouped_gemm(
@@ -220,9 +220,9 @@ def grouped_gemm(
     _check_places(function, "expert_offsets", expert_offsets, num_experts + 1, tokens)
     _refuse_gradients(function, tokens, weights)
     if needs_operator(function, tokens, weights):
-        out: Tensor = ops.grouped_gemm_operator(tokens, weights, expert_offsets)
+        out: Tensor = stage_ops.grouped_gemm_operator(tokens, weights, expert_offsets)
         return out
-    return ops.grouped_gemm(tokens, weights, expert_offsets)
+    return stage_ops.grouped_gemm(tokens, weights, expert_offsets)
 
 
 def fused_expert_ffn(
@@ -274,7 +274,7 @@ def fused_expert_ffn(
             f"{function}: permuted_tokens must be [{slots}, hidden] for num_tokens={num_tokens} "
             f"and top_k={top_k}, got {describe(permuted_tokens)}"
         )
-    weights = ops.Weights(w_gate, w_up, w_down)
+    weights = layouts.Weights(w_gate, w_up, w_down)
     check_weights(function, permuted_tokens, weights, ("w_gate", "w_up", "w_down"))
     if w_down.shape[0] != num_experts:
         raise ValueError(
@@ -290,9 +290,9 @@ def fused_expert_ffn(
     _refuse_gradients(function, permuted_tokens, w_gate, w_up, w_down, top_k_weights)
     arguments = permuted_tokens, w_gate, w_up, w_down, expert_offsets, top_k_weights, sorted_idx
     if needs_operator(function, *arguments):
-        out: Tensor = ops.expert_ffn_operator(*arguments)
+        out: Tensor = stage_ops.expert_ffn_operator(*arguments)
         return out
-    return ops.expert_ffn(*arguments)
+    return stage_ops.expert_ffn(*arguments)
 
 
 # ------------------------------------------------------------------------------------------ checks
