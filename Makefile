@@ -43,7 +43,7 @@ demo: setup ## build, publish to a loopback Hub, load with get_kernel, compare w
 # so a process that has none left takes over another's.
 PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal
 
-test: setup tritons build ## every test that needs no GPU, each GPU's code by one Triton
+test: setup tritons build ## the tests that need no GPU; each GPU's code by one of two Tritons
 	$(PYTEST) -m "not gpu and not whole_matrix"
 	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu" $(wildcard */tests)
 
